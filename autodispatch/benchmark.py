@@ -1,0 +1,301 @@
+"""The timing protocol: a workbench per kind of device, screening and finals. docs/benchmarking.md gives the reasons."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autodispatch import cublas, nvml, reference
+from autodispatch.arrays import CupyFamily, Stream, family_of
+from autodispatch.compiler import check_architecture
+from autodispatch.device import DeviceInfo, import_cupy, on_device
+from autodispatch.problem import Operands, Problem
+from autodispatch.reference import Check, Checker
+from autodispatch.variants.base import Call, Executable
+
+HEAT_UP_S = 0.2
+PAUSE_S = 1.0
+WARM_UP_S = 0.025
+UNIT_S = 0.001
+SAMPLING_S = 0.03
+MIN_SAMPLES, MAX_SAMPLES = 10, 200
+GIVE_UP = 3.0  # times the best so far
+FINAL_ROUNDS = 30
+MAX_FINALISTS = 8
+FINAL_MARGIN = 0.05
+_MAX_COPIES = 16
+_MAX_LAUNCHES = 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one candidate, microseconds per launch."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def mad(self) -> float:
+        """The median absolute deviation from the median."""
+        middle = self.median
+        return statistics.median(abs(s - middle) for s in self.samples)
+
+    def percentile(self, percent: float) -> float:
+        return float(np.percentile(self.samples, percent))
+
+
+Trial = Callable[[], float]  # one timed unit: microseconds per launch
+
+
+class Workbench(ABC):
+    """Where candidates are checked and timed: one device, one problem at a time.
+
+    Attributes:
+        regime: how launches are timed, `graph` or `eager`, and what the cache holds, `cold` or `warm`.
+    """
+
+    device: DeviceInfo
+    regime: str
+
+    @abstractmethod
+    def load(self, problem: Problem) -> None:
+        """Makes the inputs and the reference of a problem; those of the last one are dropped."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """Drops the inputs and gives the memory back."""
+
+    @abstractmethod
+    def check(self, executable: Executable) -> Check:
+        """Runs a candidate on poisoned, guarded output and compares it with the reference."""
+
+    @abstractmethod
+    def trial(self, executable: Executable) -> Trial:
+        """Makes a candidate ready to be timed."""
+
+    def require(self) -> None:
+        """Raises the error that every candidate would meet, before anything is measured or stored."""
+        return
+
+    def healthy(self) -> bool:
+        """Whether the device can still be used after a candidate failed."""
+        return True
+
+    def heat_up(self) -> None:
+        """Brings the device to its working clock, after a pause or at the start."""
+        return
+
+    def reading(self) -> nvml.Reading | None:
+        return None
+
+
+class CpuWorkbench(Workbench):
+    """Times on the processor with the wall clock, on rotating copies of the arguments."""
+
+    regime = "eager-cold"
+    _COPIES = 3
+
+    def __init__(self, device: DeviceInfo) -> None:
+        self.device = device
+        self._checker: Checker | None = None
+        self._copies: list[Operands] = []
+
+    def load(self, problem: Problem) -> None:
+        self._checker = Checker(problem, self.device)
+        self._copies = []
+        for seed in range(self._COPIES):
+            inputs = reference.make_inputs(problem, self.device, seed + 2)
+            out = np.empty((problem.m, problem.n), inputs.a.dtype)
+            self._copies.append(reference.bind(self._checker.family, inputs, out))
+
+    def unload(self) -> None:
+        self._checker, self._copies = None, []
+
+    def check(self, executable: Executable) -> Check:
+        assert self._checker is not None
+        self._checker.poison()
+        executable(Call(self._checker.operands, 0, None))
+        return self._checker.verdict()
+
+    def trial(self, executable: Executable) -> Trial:
+        calls = [Call(operands, 0, None) for operands in self._copies]
+
+        def run(launches: int) -> float:
+            start = time.perf_counter()
+            for i in range(launches):
+                executable(calls[i % len(calls)])
+            return (time.perf_counter() - start) / launches
+
+        launches = min(_MAX_LAUNCHES, max(1, int(UNIT_S / max(run(1), 1e-7))))
+        return lambda: run(launches) * 1e6
+
+
+class CudaWorkbench(Workbench):
+    """Times on a GPU: launches captured into a CUDA graph of at least 1 ms, events around it, the L2 cache cold because
+    the launches rotate through copies of the arguments that together exceed it."""
+
+    regime = "graph-cold"
+
+    def __init__(self, device: DeviceInfo) -> None:
+        self.device = device
+        self._cupy = import_cupy()
+        self._nvml = nvml.Nvml(device.uuid)
+        with on_device(device.index):
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._handle = Stream(self._stream.ptr)
+        self._checker: Checker | None = None
+        self._copies: list[Operands] = []
+        self._last_work = 0.0
+
+    def require(self) -> None:
+        check_architecture(self.device, self._cupy.cuda.nvrtc.getSupportedArchs())
+
+    def healthy(self) -> bool:
+        try:
+            with on_device(self.device.index), self._stream:
+                self._cupy.zeros(1, np.uint8).fill(1)
+                self._stream.synchronize()
+        except Exception:
+            return False
+        return True
+
+    def load(self, problem: Problem) -> None:
+        self.unload()
+        with on_device(self.device.index), self._stream:
+            self._checker = Checker(problem, self.device)
+            first = reference.make_inputs(problem, self.device, 2)
+            for i in range(self._number_of_copies(problem)):
+                inputs = first if i == 0 else reference.make_inputs(problem, self.device, i + 2)
+                out = reference.GuardedOutput(self._cupy, problem)
+                self._copies.append(reference.bind(self._checker.family, inputs, out.array))
+            self._stream.synchronize()
+
+    def _number_of_copies(self, problem: Problem) -> int:
+        wanted = int(-(-5 * self.device.l2_bytes // max(problem.bytes_moved, 1))) + 1
+        free = self._cupy.cuda.runtime.memGetInfo()[0] // 2
+        return int(max(1, min(_MAX_COPIES, max(2, wanted), free // max(problem.bytes_moved, 1))))
+
+    def unload(self) -> None:
+        self._checker, self._copies = None, []
+        with on_device(self.device.index):
+            self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
+
+    def check(self, executable: Executable) -> Check:
+        assert self._checker is not None
+        checker = self._checker
+        with on_device(self.device.index), self._stream:
+            executable.prepare()
+            workspace, memory = checker.family.workspace(max(1, executable.workspace_bytes), self.device.index)
+            checker.poison()
+            executable(Call(checker.operands, workspace, self._handle))
+            self._stream.synchronize()
+            del memory
+            return checker.verdict()
+
+    def trial(self, executable: Executable) -> Trial:
+        assert self._checker is not None
+        with on_device(self.device.index), self._stream:
+            workspace, memory = self._checker.family.workspace(max(1, executable.workspace_bytes), self.device.index)
+            calls = [Call(operands, workspace, self._handle) for operands in self._copies]
+            graph = self._graph(executable, calls, 5)
+            estimate = self._seconds(graph, 5)
+            launches = int(min(_MAX_LAUNCHES, max(UNIT_S / max(estimate, 1e-7), len(calls))))
+            graph = self._graph(executable, calls, launches)
+        kept = (graph, memory)  # the graph reads and writes this memory
+
+        def sample() -> float:
+            with on_device(self.device.index):
+                return self._seconds(kept[0], launches) * 1e6
+
+        return sample
+
+    def _graph(self, executable: Executable, calls: Sequence[Call], launches: int) -> Any:
+        self._stream.begin_capture()
+        try:
+            for i in range(launches):
+                executable(calls[i % len(calls)])
+        except BaseException:
+            with contextlib.suppress(Exception):  # the capture is spoiled; what spoiled it is what to report
+                self._stream.end_capture()
+            raise
+        return self._stream.end_capture()
+
+    def _seconds(self, graph: Any, launches: int) -> float:
+        event = self._cupy.cuda.Event
+        start, end = event(), event()
+        start.record(self._stream)
+        graph.launch(self._stream)
+        end.record(self._stream)
+        end.synchronize()
+        self._last_work = time.monotonic()
+        return float(self._cupy.cuda.get_elapsed_time(start, end)) / 1e3 / launches
+
+    def heat_up(self) -> None:
+        if time.monotonic() - self._last_work < PAUSE_S:
+            return
+        size = 2048
+        with on_device(self.device.index), self._stream:
+            rng = self._cupy.random.default_rng(0)
+            family = family_of(rng.standard_normal(1, dtype=np.float32))
+            assert isinstance(family, CupyFamily)
+            x = family.matrix("x", rng.standard_normal((size, size), dtype=np.float32))
+            y = self._cupy.empty((size, size), np.float32)
+            scratch = self._cupy.cuda.alloc(cublas.workspace_bytes(self.device))
+            end = time.monotonic() + HEAT_UP_S
+            while time.monotonic() < end:
+                for _ in range(4):
+                    cublas.product(
+                        self.device, self._handle.ptr, scratch.ptr, x, x, "kn", y.data.ptr, "float32", size, tf32=True
+                    )
+                self._stream.synchronize()
+        self._last_work = time.monotonic()
+
+    def reading(self) -> nvml.Reading | None:
+        return self._nvml.read()
+
+
+def workbench(device: DeviceInfo) -> Workbench:
+    """The workbench for a device."""
+    return CpuWorkbench(device) if device.kind == "cpu" else CudaWorkbench(device)
+
+
+def screen(trial: Trial, best_us: float | None) -> Timing:
+    """Warms a candidate up and samples it; one that is over 3 times slower than the best so far is left after a few."""
+    first = tuple(trial() for _ in range(2))
+    estimate = min(first)
+    if best_us is not None and estimate > GIVE_UP * best_us:
+        return Timing(first)
+    end = time.monotonic() + WARM_UP_S
+    while time.monotonic() < end:
+        unit_s = _timed(trial)
+    wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(unit_s, 1e-9))))
+    return Timing(tuple(trial() for _ in range(wanted)))
+
+
+def _timed(trial: Trial) -> float:
+    start = time.monotonic()
+    trial()
+    return time.monotonic() - start
+
+
+def finals(trials: Sequence[Trial], rounds: int = FINAL_ROUNDS, rng: random.Random | None = None) -> list[Timing]:
+    """Times all trials in turn, in random order within each round, so that drift meets all of them alike."""
+    rng = rng or random.Random(0)
+    samples: list[list[float]] = [[] for _ in trials]
+    order = list(range(len(trials)))
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for i in order:
+            samples[i].append(trials[i]())
+    return [Timing(tuple(s)) for s in samples]

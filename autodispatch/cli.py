@@ -1,0 +1,413 @@
+"""The command line. Exit codes: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from autodispatch import exchange, report, shapes
+from autodispatch.benchmark import Workbench, workbench
+from autodispatch.compiler import nvrtc_file
+from autodispatch.device import DeviceInfo, cpu_device, cuda_device, default_device, environment
+from autodispatch.dispatcher import Dispatcher
+from autodispatch.errors import AutodispatchError, VerificationError
+from autodispatch.problem import Problem
+from autodispatch.records import MeasurementRecord
+from autodispatch.reference import array_module, compare, decode, make_inputs, reference
+from autodispatch.settings import Settings
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Progress, Tuner
+from autodispatch.variants import Registry
+
+app = typer.Typer(
+    name="autodispatch",
+    help="SiLU(a @ b1) * (a @ b2) on NVIDIA GPUs: tune it, see what was picked, carry the results.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+messages = Console(stderr=True)
+
+Shapes = Annotated[list[str] | None, typer.Argument(metavar="M,N,K...", help="Shapes: out is M x N, a is M x K.")]
+Ms = Annotated[str | None, typer.Option("--m", help="Values of M, as 1,16,128; with --n and --k or --hf-config.")]
+N = Annotated[int | None, typer.Option("--n", min=1, help="N for the values of --m.")]
+K = Annotated[int | None, typer.Option("--k", min=1, help="K for the values of --m.")]
+HfConfig = Annotated[Path | None, typer.Option("--hf-config", help="A Hugging Face config.json to read N and K from.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated.")]
+Layouts = Annotated[list[str] | None, typer.Option("--layout", help="kn or nk; may be repeated.")]
+Math = Annotated[str, typer.Option("--math", help="exact, or fast to allow bfloat16 intermediates.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda:INDEX.")]
+Database = Annotated[Path | None, typer.Option("--database", help="The tuning database; default $AUTODISPATCH_DB.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Effort = Annotated[str, typer.Option("--effort", help="quick tries likely winners, full every legal candidate.")]
+
+
+@app.command()
+def demo(device: Device = "auto", database: Database = None) -> None:
+    """Tunes a few shapes, dispatches them, checks the results and shows what was picked, and why."""
+    chosen, settings = _device(device), _settings(database)
+    if chosen.kind == "cuda":
+        problems = [Problem(m, 8960, 1536, "bfloat16") for m in (16, 256, 2048)]
+    else:
+        problems = [Problem(m, 2048, 512, "float32") for m in (1, 64, 512)]
+    console.print(f"Device: {chosen.name} ({chosen.key})")
+    dispatcher = Dispatcher(settings)
+    _tune(dispatcher.layers.user, workbench(chosen), problems, "quick", None, quiet=False)
+    for problem in problems:
+        inputs = make_inputs(problem, chosen, seed=7)
+        out = dispatcher.run(inputs.a, inputs.b1, inputs.b2)
+        expected, tolerance = reference(inputs.a, inputs.b1, inputs.b2, problem)
+        check = compare(array_module(chosen), decode(out), expected, tolerance, problem.dtype)
+        if check.status != "ok":
+            raise VerificationError(f"{problem}: {check.reason}")
+        explanation = dispatcher.explain(inputs.a, inputs.b1, inputs.b2)
+        console.print(str(explanation), highlight=False)
+        console.print(f"  right to a relative error of {check.relative_error:.1e} against float64", highlight=False)
+        if explanation.selection.median_us:
+            console.print(f"  {report.rate(problem, explanation.selection.median_us)}", highlight=False)
+    console.print(f"Stored in {settings.database}", highlight=False, soft_wrap=True)
+    dispatcher.close()
+
+
+@app.command()
+def info(device: Device = "auto", as_json: Json = False) -> None:
+    """The device, what tuning records must match, the versions in use, and which variants can be built."""
+    chosen = _device(device)
+    versions = environment(chosen)
+    if chosen.kind == "cuda":
+        versions["nvrtc_file"] = nvrtc_file()
+    registry = Registry()
+    variants: dict[str, dict[str, str]] = {}
+    for name, variant in registry.variants.items():
+        if variant.kind == chosen.kind:
+            variants[name] = {}
+            for dtype in ("float32", "float16", "bfloat16"):
+                unmet = variant.unmet(Problem(4096, 4096, 4096, dtype), chosen)
+                variants[name][dtype] = f"needs {'; '.join(unmet)}" if unmet else "yes"
+    if as_json:
+        content = {"device": asdict(chosen), "key": chosen.key, "environment": versions, "variants": variants}
+        console.print_json(json.dumps(content))
+        return
+    for title, rows in (("device", {**asdict(chosen), "key": chosen.key}), ("environment", versions)):
+        table = Table(title=title, show_header=False, title_justify="left")
+        for key, value in rows.items():
+            table.add_row(key, str(value))
+        console.print(table)
+    table = Table("variant", "path", "float32", "float16", "bfloat16", title="variants", title_justify="left")
+    for name, support in variants.items():
+        table.add_row(name, registry.variants[name].path, *support.values())
+    console.print(table)
+
+
+@app.command()
+def tune(
+    shape: Shapes = None,
+    ms: Ms = None,
+    n: N = None,
+    k: K = None,
+    hf_config: HfConfig = None,
+    dtype: Dtypes = None,
+    layout: Layouts = None,
+    math: Math = "exact",
+    effort: Effort = "quick",
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Seconds per problem after which no candidate is begun.")
+    ] = None,
+    device: Device = "auto",
+    database: Database = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")] = False,
+) -> None:
+    """Measures the candidates for each shape and stores what is fastest. What is finished survives an interruption."""
+    if effort not in ("quick", "full"):
+        raise typer.BadParameter(f"must be quick or full (got {effort!r})", param_hint="--effort")
+    chosen = _device(device)
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
+    layers = Dispatcher(_settings(database)).layers
+    failed = _tune(layers.user, workbench(chosen), problems, effort, budget, quiet=quiet)
+    layers.close()
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_(
+    database: Database = None,
+    device: Annotated[str | None, typer.Option("--device", help="Only records of this device key.")] = None,
+    every: Annotated[bool, typer.Option("--measurements", help="Every measurement of your own database.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What was decided, in every database that a call would consult."""
+    layers = Dispatcher(_settings(database)).layers
+    if every:
+        records: list[MeasurementRecord] = layers.user.measurements(device)
+        if as_json:
+            console.print_json(json.dumps([r.model_dump() for r in records]))
+            return
+        table = Table("problem", "candidate", "stage", "status", "median us", "rel. error")
+        for r in records:
+            name = f"{r.variant} {report.short_config(r.config)}"
+            median = "" if r.median_us is None else f"{r.median_us:.1f}"
+            error = "" if r.relative_error is None else f"{r.relative_error:.1e}"
+            table.add_row(str(r.problem), name, r.stage, r.status, median, error)
+        console.print(table)
+        return
+    rows = report.decisions(layers, Registry(), device)
+    if as_json:
+        console.print_json(json.dumps(rows))
+        return
+    for key in dict.fromkeys(row["device"] for row in rows):
+        console.print(f"[bold]{key}[/bold]", highlight=False)
+        console.print(report.decisions_table([row for row in rows if row["device"] == key]))
+    if not rows:
+        console.print("Nothing is tuned yet; run: autodispatch tune M,N,K")
+
+
+@app.command()
+def explain(
+    shape: Shapes = None,
+    ms: Ms = None,
+    n: N = None,
+    k: K = None,
+    hf_config: HfConfig = None,
+    dtype: Dtypes = None,
+    layout: Layouts = None,
+    math: Math = "exact",
+    device: Device = "auto",
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """What a call of each shape would run, where the choice comes from, and why. Measures nothing."""
+    chosen = _device(device)
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
+    dispatcher = Dispatcher(_settings(database))
+    found = [dispatcher.explain_problem(p, chosen) for p in problems]
+    if as_json:
+        console.print_json(json.dumps([report.explanation_json(e) for e in found]))
+        return
+    for explanation in found:
+        console.print(str(explanation), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    shape: Shapes = None,
+    ms: Ms = None,
+    n: N = None,
+    k: K = None,
+    hf_config: HfConfig = None,
+    dtype: Dtypes = None,
+    layout: Layouts = None,
+    math: Math = "exact",
+    full: Annotated[bool, typer.Option("--full", help="Every legal candidate, not only the likely winners.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
+    device: Device = "auto",
+    output: Annotated[Path | None, typer.Option("--output", help="Write the results as JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Times all candidates and the library against each other in one interleaved run. Stores nothing."""
+    chosen = _device(device)
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
+    registry = Registry()
+    tuner = Tuner(TuningStore(), workbench(chosen), registry)
+    found: list[dict[str, Any]] = []
+    for problem in problems:
+        library = registry.library(problem, chosen)
+        name = library.variant.name if library else None
+        results = tuner.survey(problem, tuner.shortlist(problem, "full" if full else "quick"), rounds)
+        found.append(report.survey_json(problem, chosen, results, name))
+        if not as_json:
+            console.print(report.survey_table(problem, chosen, results, name))
+    content = {"environment": environment(chosen), "command": _command(), "surveys": found}
+    if as_json:
+        console.print_json(json.dumps(content))
+    if output is not None:
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    wrong = [r for s in found for r in s["results"] if r["status"] in ("wrong_result", "out_of_bounds")]
+    if wrong:
+        raise VerificationError(f"{len(wrong)} candidates gave a wrong result; the first: {wrong[0]['variant']}")
+
+
+@app.command("export")
+def export_(
+    path: Annotated[Path, typer.Argument(help="Ends in .jsonl for JSON Lines, in .db for SQLite.")],
+    device: Annotated[
+        str | None, typer.Option("--device", help="Only records of this device key (JSON Lines).")
+    ] = None,
+    winners_only: Annotated[
+        bool, typer.Option("--winners-only", help="Only what decisions refer to (JSON Lines).")
+    ] = False,
+    database: Database = None,
+) -> None:
+    """Writes the user's database to a file that another machine can import."""
+    if path.suffix not in (".jsonl", ".db"):
+        raise typer.BadParameter(f"must end in .jsonl or .db (got {path.name!r})", param_hint="PATH")
+    if path.suffix == ".db" and (device or winners_only):
+        raise typer.BadParameter("--device and --winners-only go with .jsonl", param_hint="PATH")
+    store = _existing(database)
+    if path.suffix == ".db":
+        count = exchange.export_sqlite(store, path)
+    else:
+        count = exchange.export_jsonl(store, path, device_key=device, winners_only=winners_only)
+    console.print(f"{count} records written to {path}", highlight=False, soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(help="A file that export wrote.")],
+    replace_decisions: Annotated[
+        bool, typer.Option("--replace", help="Let imported decisions take the place of your own.")
+    ] = False,
+    database: Database = None,
+) -> None:
+    """Merges a file into the user's database and says what was added, kept and rejected."""
+    store = TuningStore(_settings(database).database)
+    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions)
+    added = ", ".join(f"{count} {table}" for table, count in outcome.added.items() if count) or "nothing"
+    console.print(f"added: {added}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False)
+    for reason in outcome.rejected[:20]:
+        messages.print(f"rejected: {reason}", highlight=False)
+
+
+def _tune(
+    store: TuningStore, bench: Workbench, problems: list[Problem], effort: str, budget: float | None, *, quiet: bool
+) -> int:
+    """Tunes the problems with a progress bar; returns how many failed, each with a message."""
+    failed = 0
+    with _progress(quiet) as listener:
+        tuner = Tuner(store, bench, command=_command(), listener=listener)
+        for number, problem in enumerate(problems, start=1):
+            start = time.monotonic()
+            try:
+                decision = tuner.tune(problem, effort=effort, budget_s=budget)
+            except AutodispatchError as cause:
+                failed += 1
+                messages.print(f"[red]{problem}: {cause}[/red]", highlight=False)
+                continue
+            leader = store.measurement(decision.leader)
+            if leader is not None and leader.median_us is not None and not quiet:
+                name = f"{leader.variant} {report.short_config(leader.config)}"
+                rate = report.rate(problem, leader.median_us)
+                line = f"[{number}/{len(problems)}] {problem}: {name}, {leader.median_us:.1f} us, {rate}"
+                messages.print(
+                    f"{line} (tuned in {time.monotonic() - start:.1f} s)",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
+    return failed
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar of the candidates of the current problem, on a terminal."""
+    if quiet:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[best]}"),
+    )
+    with Bar(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+        task = bar.add_task("", total=1, best="")
+        best: dict[Problem, float] = {}
+
+        def listener(progress: Progress) -> None:
+            median = progress.record.median_us if progress.record else None
+            if median is not None:
+                best[progress.problem] = min(median, best.get(progress.problem, median))
+            text = f"best {best[progress.problem]:.1f} us" if progress.problem in best else ""
+            description = f"{progress.problem} {progress.stage}"
+            bar.update(task, description=description, completed=progress.done, total=progress.total, best=text)
+
+        yield listener
+
+
+def _problems(
+    device: DeviceInfo,
+    shape: list[str] | None,
+    ms: str | None,
+    n: int | None,
+    k: int | None,
+    hf_config: Path | None,
+    dtypes: list[str] | None,
+    layouts: list[str] | None,
+    math: str,
+) -> list[Problem]:
+    """The problems that the options name. Raises BadParameter."""
+    try:
+        found = [shapes.parse_shape(s) for s in shape or []]
+        if hf_config is not None:
+            n, k = shapes.from_hf_config(hf_config)
+        if ms is not None or hf_config is not None:
+            if n is None or k is None:
+                raise ValueError("--m must come with --n and --k, or with --hf-config")
+            found += [(m, n, k) for m in (shapes.parse_sizes(ms) if ms else shapes.LADDER)]
+        if not found:
+            raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config")
+        default = "float32" if device.kind == "cpu" else "bfloat16"
+        return shapes.problems(found, dtypes or [default], layouts or ["kn"], math)
+    except ValueError as cause:
+        raise typer.BadParameter(str(cause)) from cause
+
+
+def _device(name: str) -> DeviceInfo:
+    if name == "auto":
+        return default_device()
+    if name == "cpu":
+        return cpu_device()
+    if name.startswith("cuda:") and name[5:].isdigit():
+        return cuda_device(int(name[5:]))
+    raise typer.BadParameter(f"must be auto, cpu or cuda:INDEX (got {name!r})", param_hint="--device")
+
+
+def _settings(database: Path | None) -> Settings:
+    try:
+        settings = Settings.from_environment()
+    except ValueError as cause:
+        raise typer.BadParameter(str(cause)) from cause
+    return settings if database is None else replace(settings, database=database)
+
+
+def _existing(database: Path | None) -> TuningStore:
+    path = _settings(database).database
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no tuning database at {path}", param_hint="--database")
+    return TuningStore(path)
+
+
+def _command() -> str:
+    return shlex.join(["autodispatch", *sys.argv[1:]])
+
+
+def main() -> None:
+    """The entry point of the `autodispatch` script."""
+    handler = RichHandler(console=messages, show_time=False, show_path=False)
+    logging.getLogger("autodispatch").addHandler(handler)
+    try:
+        app()
+    except AutodispatchError as cause:
+        messages.print(f"[red]error:[/red] {type(cause).__name__}:", end=" ")
+        messages.print(str(cause), highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        messages.print("interrupted; what was finished is stored")
+        raise SystemExit(130) from None

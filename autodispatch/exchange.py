@@ -1,0 +1,230 @@
+"""Carrying tuning records between machines: export to JSON Lines or SQLite, import of either.
+
+An import takes known fields of known types and candidates that this version knows by name, and nothing else: no code,
+no compiler options, no binaries. Merging is a union of sets, so it may be repeated and done in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from autodispatch.errors import StoreError
+from autodispatch.migrations import SCHEMA_VERSION
+from autodispatch.records import (
+    DecisionRecord,
+    DeviceRecord,
+    EnvironmentRecord,
+    MeasurementRecord,
+    Record,
+    SessionRecord,
+    content_hash,
+)
+from autodispatch.store import TABLES, TuningStore, as_record
+from autodispatch.variants import Registry
+
+FORMAT = "autodispatch-tuning"
+MAX_FILE_BYTES = 1 << 30
+MAX_LINE_BYTES = 1 << 20
+_KINDS: dict[str, type[Record]] = {
+    "device": DeviceRecord,
+    "environment": EnvironmentRecord,
+    "session": SessionRecord,
+    "measurement": MeasurementRecord,
+    "decision": DecisionRecord,
+}
+_NAMES = {record_type: name for name, record_type in _KINDS.items()}
+
+
+@dataclass
+class ImportReport:
+    """What an import did: records added by table, kept since they were there already, and rejected with the reason."""
+
+    added: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+    rejected: list[str] = field(default_factory=list)
+
+
+def export_jsonl(store: TuningStore, path: Path, *, device_key: str | None = None, winners_only: bool = False) -> int:
+    """Writes records as JSON Lines, a header first, in a stable order, under a temporary name first.
+
+    `winners_only` leaves out measurements that no decision refers to. Returns the number of records.
+    """
+    decisions: list[DecisionRecord] = store.all_of(DecisionRecord, device_key)
+    measurements: list[MeasurementRecord] = store.all_of(MeasurementRecord, device_key)
+    sessions: list[SessionRecord] = store.all_of(SessionRecord, device_key)
+    if winners_only:
+        wanted = {i for d in decisions for i in d.finalists}
+        measurements = [m for m in measurements if m.id in wanted]
+        used = {m.session_id for m in measurements} | {d.session_id for d in decisions}
+        sessions = [s for s in sessions if s.id in used]
+    environments = {s.environment_id for s in sessions}
+    records: list[Record] = [
+        *store.all_of(DeviceRecord, device_key),
+        *(e for e in store.all_of(EnvironmentRecord) if e.id in environments),
+        *sessions,
+        *measurements,
+        *decisions,
+    ]
+    header = {
+        "format": FORMAT,
+        "schema": SCHEMA_VERSION,
+        "commands": sorted({s.command for s in sessions if s.command}),
+    }
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", encoding="utf-8", newline="\n") as file:
+        for line in (header, *({"record": _NAMES[type(r)], **r.model_dump()} for r in records)):
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    os.replace(draft, path)
+    return len(records)
+
+
+def export_sqlite(store: TuningStore, path: Path) -> int:
+    """Writes a consistent copy of the whole database. Returns the number of records."""
+    store.copy_to(path)
+    counts = store.counts()
+    return sum(counts[table] for table in TABLES.values())
+
+
+def import_file(
+    store: TuningStore, path: Path, registry: Registry | None = None, *, replace_decisions: bool = False
+) -> ImportReport:
+    """Reads a JSON Lines or SQLite export into the store, in one transaction.
+
+    A decision that is there already is kept unless `replace_decisions`. Raises StoreError for a file that is neither,
+    or too large; a bad record is rejected by itself and reported.
+    """
+    if not path.is_file():
+        raise StoreError(f"{path} must be a file to import (got none)")
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise StoreError(f"{path} must have at most {MAX_FILE_BYTES} bytes (got {size})")
+    with path.open("rb") as file:
+        is_sqlite = file.read(16) == b"SQLite format 3\0"
+    candidates = _from_sqlite(path) if is_sqlite else _from_jsonl(path)
+    return _merge(store, candidates, registry or Registry(), replace_decisions)
+
+
+def load_seeds(paths: Iterable[Path]) -> TuningStore:
+    """The shipped records in a store in memory."""
+    store = TuningStore()
+    for path in paths:
+        import_file(store, path)
+    return store
+
+
+def _merge(
+    store: TuningStore, candidates: Iterator[Record | str], registry: Registry, replace_decisions: bool
+) -> ImportReport:
+    report = ImportReport()
+    records: list[Record] = []
+    known: dict[str, set[str]] = {"devices": set(), "environments": set(), "sessions": set(), "measurements": set()}
+    for item in candidates:
+        reason = item if isinstance(item, str) else _reason_against(item, registry, known)
+        if reason:
+            report.rejected.append(reason)
+        elif isinstance(item, Record):
+            records.append(item)
+            if not isinstance(item, DecisionRecord):
+                known[TABLES[type(item)]].add(_identity(item))
+    report.added = store.add_all(records, replace_decisions=replace_decisions)
+    report.kept = len(records) - sum(report.added.values())
+    return report
+
+
+def _reason_against(record: Record, registry: Registry, known: dict[str, set[str]]) -> str | None:
+    """Why a well-formed record is not taken, or None."""
+    if isinstance(record, MeasurementRecord):
+        if record.content_id != record.id:
+            return f"measurement {record.id}: its id does not fit its content"
+        if record.status == "ok" and record.median_us is None:
+            return f"measurement {record.id}: it is ok but has no time"
+        try:
+            record.problem  # noqa: B018
+            registry.parse(record.variant, record.config)
+        except ValueError as cause:
+            return f"measurement {record.id}: {cause}"
+        if record.session_id not in known["sessions"] or record.device_key not in known["devices"]:
+            return f"measurement {record.id}: its session or device is missing"
+    elif isinstance(record, SessionRecord):
+        if record.device_key not in known["devices"] or record.environment_id not in known["environments"]:
+            return f"session {record.id}: its device or environment is missing"
+    elif isinstance(record, EnvironmentRecord):
+        if content_hash(record.model_dump(exclude={"id"})) != record.id:
+            return f"environment {record.id}: its id does not fit its content"
+    elif isinstance(record, DecisionRecord):
+        name = f"decision {record.m},{record.n},{record.k} {record.dtype} {record.layout}"
+        if record.leader not in record.finalists:
+            return f"{name}: its leader is not one of its finalists"
+        if not set(record.finalists) <= known["measurements"]:
+            return f"{name}: a measurement of its finalists is missing"
+        if record.session_id not in known["sessions"] or record.device_key not in known["devices"]:
+            return f"{name}: its session or device is missing"
+    return None
+
+
+def _identity(record: Any) -> str:
+    return str(record.key if isinstance(record, DeviceRecord) else record.id)
+
+
+def _from_jsonl(path: Path) -> Iterator[Record | str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MAX_LINE_BYTES:
+                raise StoreError(
+                    f"{path} must have lines of at most {MAX_LINE_BYTES} bytes (got more in line {number})"
+                )
+            try:
+                content = json.loads(line)
+            except ValueError as cause:
+                if number == 1:
+                    raise StoreError(f"{path} must be JSON Lines or SQLite (got neither: {cause})") from cause
+                yield f"line {number}: not JSON ({cause})"
+                continue
+            if number == 1:
+                _check_header(path, content)
+                continue
+            yield _parse(content, f"line {number}")
+
+
+def _check_header(path: Path, content: Any) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise StoreError(f"{path} must begin with a header of format {FORMAT!r} (got {str(content)[:80]})")
+    schema = content.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+        raise StoreError(f"{path} must have schema {SCHEMA_VERSION} or older (got {schema}); use a newer autodispatch")
+
+
+def _parse(content: Any, where: str) -> Record | str:
+    if not isinstance(content, dict) or content.get("record") not in _KINDS:
+        return f"{where}: record must be one of {', '.join(_KINDS)}"
+    record_type = _KINDS[content["record"]]
+    try:
+        return record_type(**{k: v for k, v in content.items() if k != "record"})
+    except (ValidationError, TypeError) as cause:
+        return f"{where}: {_short(cause)}"
+
+
+def _from_sqlite(path: Path) -> Iterator[Record | str]:
+    source = TuningStore(path, read_only=True)
+    try:
+        for record_type, table in TABLES.items():
+            for i, row in enumerate(source.rows(record_type)):
+                try:
+                    yield as_record(record_type, row)
+                except (ValidationError, ValueError, TypeError) as cause:
+                    yield f"{table} row {i + 1}: {_short(cause)}"
+    finally:
+        source.close()
+
+
+def _short(cause: Exception) -> str:
+    if isinstance(cause, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors()[:3])
+    return str(cause)[:200]

@@ -1,0 +1,113 @@
+"""The cost model for problems that were never tuned: which candidate should be fast, from the device's attributes.
+
+Time = launches + the largest of arithmetic (whole tiles, shared out over the SMs), L2 traffic (each block reads its
+rows of `a` and its columns of the weights) and global memory + the split path's way out and back for c1 and c2.
+Nothing in it is fitted to one GPU; rates follow from compute capability, SM count, clock and memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import ceil_div
+from autodispatch.problem import Problem
+from autodispatch.variants.base import FUSED, Candidate, Unit, Work
+
+LAUNCH_S = 3e-6
+_L2_BYTES_PER_CLOCK_AND_SM = 48.0
+_BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted time in seconds and the share of each resource, also in seconds."""
+
+    total: float
+    launches: float
+    arithmetic: float
+    l2: float
+    memory: float
+    intermediate: float
+
+    @property
+    def bound(self) -> str:
+        parts = {"arithmetic": self.arithmetic, "L2": self.l2, "memory": self.memory, "launches": self.launches}
+        return max(parts, key=lambda name: parts[name])
+
+
+def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estimate:
+    """The candidate's expected time for a problem on a device."""
+    work = candidate.variant.work(candidate.config, problem)
+    if device.kind == "cpu":
+        return _predict_cpu(candidate, work, problem, device)
+    clock = device.clock_khz * 1e3 or 1.5e9
+    bandwidth = 0.88 * device.bandwidth or 5e11
+    per_sm = ceil_div(work.blocks, device.sm_count)
+    tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
+    arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
+    reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
+    active = min(work.blocks, device.sm_count)
+    l2 = reads / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
+    resident = min(per_sm, _blocks_per_sm(work, device))
+    in_flight = active * resident * (work.shared_bytes or 4096)
+    memory = problem.bytes_moved / min(bandwidth, in_flight / _BYTES_LATENCY_S)
+    intermediate = 0.0
+    if candidate.variant.path != FUSED:
+        crossing = 2.0 * candidate.variant.workspace_bytes(candidate.config, problem)
+        # what fits into L2 comes back from there
+        intermediate = crossing / bandwidth * (1.0 if crossing / 2 > device.l2_bytes / 2 else 0.4)
+    launches = work.launches * LAUNCH_S
+    return Estimate(
+        launches + max(arithmetic, l2, memory) + intermediate, launches, arithmetic, l2, memory, intermediate
+    )
+
+
+def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) -> list[Candidate]:
+    """The candidates, fastest by the model first; equal ones in the order of their keys."""
+    return sorted(candidates, key=lambda c: (predict(c, problem, device).total, c.key))
+
+
+def fill(work: Work, device: DeviceInfo) -> float:
+    """Blocks per SM: below about 1.5 the device is not filled."""
+    return work.blocks / device.sm_count
+
+
+def _blocks_per_sm(work: Work, device: DeviceInfo) -> int:
+    by_threads = device.threads_per_sm // work.threads
+    by_shared = device.shared_bytes_per_sm // (work.shared_bytes + 1024)
+    accumulators = work.products * work.tile_m * work.tile_n // work.threads
+    by_registers = device.registers_per_sm // (work.threads * min(255, accumulators + 64))
+    return max(1, min(by_threads, by_shared, by_registers))
+
+
+def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
+    """Sustained operations per clock and SM: the units' peak times what such a kernel reaches of it."""
+    cc = device.compute_capability
+    fp32 = 2.0 * (64 if cc < (8, 6) else 128)
+    if cc < (8, 0):
+        tensor = 1024.0
+    elif cc == (8, 0):
+        tensor = 2048.0
+    else:
+        tensor = 4096.0 if (9, 0) <= cc < (12, 0) else 1024.0
+    if work.unit is Unit.LIBRARY:
+        return 0.75 * (fp32 if problem.dtype == "float32" and problem.precision == "ieee" else tensor)
+    if work.unit is Unit.FP32:
+        return 0.35 * fp32
+    # mma.sync reaches about half of what wgmma does where the latter exists; small tiles wait for shared memory
+    reach = 0.4 if (9, 0) <= cc < (12, 0) else 0.75
+    elements = work.tile_m * work.tile_n * work.products
+    return float(reach * tensor * min(1.0, (elements / 16384) ** 0.5))
+
+
+def _predict_cpu(candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo) -> Estimate:
+    arithmetic = problem.flops / (4e10 * device.sm_count)
+    memory = problem.bytes_moved / 1e10
+    block_bytes = 8.0 * min(work.tile_m, problem.m) * min(work.tile_n, problem.n)
+    # products that outgrow the last-level cache go out and come back, several times over in NumPy
+    intermediate = 0.0 if block_bytes < 4e6 else 4.0 * 8.0 * problem.m * problem.n / 1e10
+    launches = 15e-6 * work.blocks
+    total = launches + max(arithmetic, memory) + intermediate
+    return Estimate(total, launches, arithmetic, 0.0, memory, intermediate)

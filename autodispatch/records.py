@@ -1,0 +1,190 @@
+"""Records: what enters and leaves the store, validated at the edge."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autodispatch.device import DeviceInfo
+from autodispatch.problem import Problem
+
+PROTOCOL_VERSION = 1
+PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
+STATUSES = (
+    "ok",
+    "compile_failed",
+    "launch_failed",
+    "wrong_result",
+    "out_of_bounds",
+    "timeout",
+    "out_of_memory",
+    "crashed",
+)
+Status = Literal[
+    "ok",
+    "compile_failed",
+    "launch_failed",
+    "wrong_result",
+    "out_of_bounds",
+    "timeout",
+    "out_of_memory",
+    "crashed",
+]
+Stage = Literal["screen", "final"]
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, of known fields of known types only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        return tuple(cls.model_fields)
+
+
+class DeviceRecord(Record):
+    """A device model by what must match, and the attributes that the cost model reads."""
+
+    key: str = Field(max_length=200)
+    kind: Literal["cuda", "cpu"]
+    name: str = Field(max_length=200)
+    compute_capability: str = Field(max_length=8)
+    sm_count: int = Field(ge=1)
+    memory_gib: int = Field(ge=0)
+    mig_profile: str = Field(max_length=50)
+    l2_bytes: int = Field(ge=0)
+    shared_bytes_per_block: int = Field(ge=0)
+    clock_khz: int = Field(ge=0)
+    bandwidth: float = Field(ge=0)
+
+    @classmethod
+    def of(cls, device: DeviceInfo) -> DeviceRecord:
+        return cls(
+            key=device.key,
+            **device.identity,
+            l2_bytes=device.l2_bytes,
+            shared_bytes_per_block=device.shared_bytes_per_block,
+            clock_khz=device.clock_khz,
+            bandwidth=device.bandwidth,
+        )
+
+
+class EnvironmentRecord(Record):
+    """The versions that a session ran with; `id` is the hash of the rest."""
+
+    id: str = Field(max_length=64)
+    python: str = Field(max_length=50)
+    numpy: str = Field(max_length=50)
+    autodispatch: str = Field(max_length=50)
+    platform: str = Field(max_length=100)
+    driver: str = Field(max_length=50)
+    cuda_runtime: str = Field(max_length=50)
+    nvrtc: str = Field(max_length=50)
+    cupy: str = Field(max_length=50)
+
+    @classmethod
+    def of(cls, versions: dict[str, str]) -> EnvironmentRecord:
+        return cls(id=content_hash(versions), **versions)
+
+
+class SessionRecord(Record):
+    """One tuning run."""
+
+    id: str = Field(max_length=64)
+    device_key: str = Field(max_length=200)
+    environment_id: str = Field(max_length=64)
+    started_at: str = Field(max_length=40)
+    host: str = Field(max_length=200)
+    command: str = Field(max_length=2000)
+    protocol_version: int = Field(ge=1)
+
+
+class ProblemRecord(Record):
+    """The fields of a problem, as columns."""
+
+    m: int = Field(ge=0)
+    n: int = Field(ge=0)
+    k: int = Field(ge=0)
+    dtype: str = Field(max_length=20)
+    layout: str = Field(max_length=4)
+    alignment: int
+    activation: str = Field(max_length=20)
+    precision: str = Field(max_length=10)
+    math: str = Field(max_length=10)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(**{f: getattr(self, f) for f in PROBLEM_FIELDS})
+
+
+class MeasurementRecord(ProblemRecord):
+    """One candidate on one problem: how it ended, how long it took, how wrong it was, what it used.
+
+    Times are microseconds per launch. `id` is the hash of all else, so that merging is a union of sets.
+    """
+
+    id: str = Field(max_length=64)
+    session_id: str = Field(max_length=64)
+    device_key: str = Field(max_length=200)
+    regime: str = Field(max_length=20)
+    stage: Stage
+    variant: str = Field(max_length=50)
+    config: str = Field(max_length=2000)
+    digest: str = Field(max_length=64)
+    status: Status
+    reason: str = Field(max_length=4000)
+    median_us: float | None = Field(default=None, gt=0)
+    p20_us: float | None = Field(default=None, gt=0)
+    p80_us: float | None = Field(default=None, gt=0)
+    mad_us: float | None = Field(default=None, ge=0)
+    samples_us: list[float] = Field(max_length=1000)
+    relative_error: float | None = Field(default=None, ge=0)
+    max_error: float | None = Field(default=None, ge=0)
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    workspace_bytes: int = Field(ge=0)
+    clock_mhz: int | None = None
+    temperature_c: int | None = None
+    measured_at: str = Field(max_length=40)
+
+    @classmethod
+    def of(cls, **fields: Any) -> MeasurementRecord:
+        """A record with its id computed."""
+        draft = cls(id="", **fields)
+        return draft.model_copy(update={"id": draft.content_id})
+
+    @property
+    def content_id(self) -> str:
+        return content_hash(self.model_dump(exclude={"id"}))
+
+
+class DecisionRecord(ProblemRecord):
+    """What was concluded for a problem: the leader, and the finalists it was measured against (leader first)."""
+
+    device_key: str = Field(max_length=200)
+    regime: str = Field(max_length=20)
+    leader: str = Field(max_length=64)
+    finalists: list[str] = Field(max_length=100)
+    session_id: str = Field(max_length=64)
+    decided_at: str = Field(max_length=40)
+
+
+def problem_fields(problem: Problem) -> dict[str, Any]:
+    return {f: getattr(problem, f) for f in PROBLEM_FIELDS}
+
+
+def content_hash(content: dict[str, Any]) -> str:
+    """A hash of named values that depends neither on their order nor on the machine."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,229 @@
+"""The golden reference in float64, the tolerance that follows from the number formats, and the check of a candidate.
+
+A result is right if every element is within one final rounding of the true value plus what fp32 accumulation may add.
+A sum of k products in fp32 is off by at most gamma * sum(|a| * |b|), with gamma = min(k, 8 sqrt(k)) * 2^-23. The square
+root is the probabilistic bound of Higham and Mary (SIAM J. Sci. Comput. 41, 2019); it is 2^-23 rather than 2^-24 since
+tensor cores truncate. The error of the gate passes through the activation with its largest slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autodispatch.arrays import Family, family_of, operands, settle
+from autodispatch.device import DeviceInfo, import_cupy, on_device
+from autodispatch.errors import UnsupportedProblemError
+from autodispatch.launch import round_up
+from autodispatch.problem import ITEM_BYTES, Operands, Problem
+from autodispatch.variants.cpu import ACTIVATIONS  # NumPy functions, which CuPy arrays dispatch to CuPy
+
+# half the distance between neighbouring values near 1, and half the smallest subnormal (fp32 results are flushed)
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
+MAX_SLOPE = {"silu": 1.1}
+_EVALUATION = 2.0**-20  # the activation and the product in fp32: a few units in the last place
+_MAX_CHECKED = 1 << 28  # outputs; of a larger result, rows at both ends and between are checked
+
+
+@dataclass(frozen=True)
+class Check:
+    """How a result compares.
+
+    `relative_error` is the norm of the difference over the norm of the reference; `max_error` the largest difference
+    over the reference's root mean square. None where nothing could be compared.
+    """
+
+    status: str
+    reason: str = ""
+    relative_error: float | None = None
+    max_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of arguments on a device, as a caller would hand them over: b1 and b2 are (k, n) views."""
+
+    a: Any
+    b1: Any
+    b2: Any
+
+
+def array_module(device: DeviceInfo) -> Any:
+    return np if device.kind == "cpu" else import_cupy()
+
+
+def dtype_of(name: str) -> Any:
+    """The NumPy dtype of a name; bfloat16 comes from ml-dtypes."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as cause:
+        raise UnsupportedProblemError("bfloat16 arrays need the package ml-dtypes; install it") from cause
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def make_inputs(problem: Problem, device: DeviceInfo, seed: int = 0) -> Inputs:
+    """Seeded normal data, weights scaled by 1/sqrt(k), with the problem's layout and exactly its alignment."""
+    xp = array_module(device)
+    with on_device(device.index):
+        rng = xp.random.default_rng(seed)
+        scale = max(problem.k, 1) ** -0.5
+        a = _strided(xp, rng, problem.m, problem.k, 1.0, problem)
+        if problem.layout == "kn":
+            b1, b2 = (_strided(xp, rng, problem.k, problem.n, scale, problem) for _ in range(2))
+        else:
+            b1, b2 = (_strided(xp, rng, problem.n, problem.k, scale, problem).T for _ in range(2))
+    return Inputs(a, b1, b2)
+
+
+def _strided(xp: Any, rng: Any, rows: int, columns: int, scale: float, problem: Problem) -> Any:
+    """Random values in rows whose offset in bytes is an odd multiple of the alignment (any multiple of 16 for 16)."""
+    item = problem.item_bytes
+    offset = 0 if problem.alignment == 16 else problem.alignment // item
+    per_row = round_up(columns, 16 // item) + offset
+    values = encode(rng.standard_normal(rows * per_row + offset, dtype=np.float32) * np.float32(scale), problem.dtype)
+    return values[offset:].reshape(rows, per_row)[:, :columns]
+
+
+def encode(values: Any, dtype: str) -> Any:
+    """float32 values rounded to a dtype, to nearest even."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype(np.uint16).view(dtype_of("bfloat16"))
+
+
+def decode(array: Any) -> Any:
+    """Any supported array as float64, exactly."""
+    if array.dtype.name != "bfloat16":
+        return array.astype(np.float64)
+    bits = array.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def reference(a: Any, b1: Any, b2: Any, problem: Problem) -> tuple[Any, Any]:
+    """The true result in float64 and the tolerance of each element, (rows of a, n) both."""
+    a, b1, b2 = decode(a), decode(b1), decode(b2)
+    with np.errstate(all="ignore"):
+        c1, c2 = a @ b1, a @ b2
+        spread1, spread2 = abs(a) @ abs(b1), abs(a) @ abs(b2)
+        gate = ACTIVATIONS[problem.activation](c1)
+        expected = gate * c2
+        gamma = min(problem.k, 8 * problem.k**0.5) * 2.0**-23
+        if problem.precision == "tf32":
+            gamma += 2.0**-10  # both factors cut to 10 bits of mantissa
+        error1, error2 = gamma * spread1, gamma * spread2
+        if problem.math == "fast":
+            error1, error2 = error1 + UNIT_ROUNDOFF["bfloat16"] * abs(c1), error2 + UNIT_ROUNDOFF["bfloat16"] * abs(c2)
+        slope = MAX_SLOPE[problem.activation]
+        propagated = slope * error1 * (abs(c2) + error2) + abs(gate) * error2
+        rounding = UNIT_ROUNDOFF[problem.dtype]
+        tolerance = (rounding + _EVALUATION) * abs(expected) + (1 + rounding) * propagated + SMALLEST[problem.dtype]
+    return expected, tolerance
+
+
+def compare(xp: Any, actual: Any, expected: Any, tolerance: Any, dtype: str) -> Check:
+    """Checks a decoded result against the reference: NaN exactly where it has NaN, overflow to the same infinity, all
+    else within the tolerance."""
+    largest = float(np.finfo(np.float16).max) if dtype == "float16" else float(np.finfo(np.float32).max)
+    with np.errstate(all="ignore"):
+        difference = abs(actual - expected)
+        same_infinity = xp.isinf(actual) & (actual == expected)
+        # a finite value past the largest of the type, less its tolerance, may round to infinity
+        overflow = xp.isinf(actual) & (abs(expected) + tolerance >= largest) & (xp.sign(actual) == xp.sign(expected))
+        both_nan = xp.isnan(actual) & xp.isnan(expected)
+        right = (difference <= tolerance) | same_infinity | overflow | both_nan
+        finite = xp.isfinite(actual) & xp.isfinite(expected)
+        norm = float(xp.sqrt(xp.sum(xp.where(finite, expected, 0.0) ** 2)))
+        wrong = int(xp.count_nonzero(~right))
+        off = xp.where(finite, difference, 0.0)
+        relative = float(xp.sqrt(xp.sum(off**2))) / norm if norm > 0 else 0.0
+        rms = norm / max(1.0, float(xp.count_nonzero(finite))) ** 0.5
+        worst = float(off.max()) / rms if rms > 0 else 0.0
+    if wrong:
+        row, column = (int(i[0]) for i in xp.nonzero(~right))
+        reason = (
+            f"{wrong} of {actual.size} elements are outside the tolerance; the first at ({row}, {column}): expected "
+            f"{float(expected[row, column]):.6g} +- {float(tolerance[row, column]):.2g} "
+            f"(got {float(actual[row, column]):.6g})"
+        )
+        return Check("wrong_result", reason, relative, worst)
+    return Check("ok", "", relative, worst)
+
+
+class GuardedOutput:
+    """An output inside a larger buffer: every byte starts as 0xFF, which is NaN in each dtype, and what surrounds the
+    output must still be so after a candidate ran."""
+
+    GUARD = 64  # elements before and after, and beside every row
+
+    def __init__(self, xp: Any, problem: Problem) -> None:
+        item = ITEM_BYTES[problem.dtype]
+        offset = 0 if problem.alignment == 16 else problem.alignment // item
+        self._row = round_up(problem.n + self.GUARD, 16 // item) + offset
+        self._start = self.GUARD + offset
+        self._shape = (problem.m, problem.n)
+        self._bytes = xp.full((2 * self.GUARD + problem.m * self._row + offset) * item, 0xFF, np.uint8)
+        self._flat = self._bytes.view(dtype_of(problem.dtype))
+        body = self._flat[self._start : self._start + problem.m * self._row]
+        self.array = body.reshape(problem.m, self._row)[:, : problem.n]
+
+    def poison(self) -> None:
+        self._bytes.fill(0xFF)
+
+    def intact(self, xp: Any) -> bool:
+        """Whether nothing outside the output was written."""
+        unsigned = self._flat.view(np.uint16 if self._flat.itemsize == 2 else np.uint32)
+        m, n = self._shape
+        body = unsigned[self._start : self._start + m * self._row].reshape(m, self._row)
+        untouched = np.array(-1, np.int64).astype(unsigned.dtype)
+        parts = (unsigned[: self._start], unsigned[self._start + m * self._row :], body[:, n:])
+        return all(bool((part == untouched).all()) for part in parts)
+
+
+class Checker:
+    """Checks candidates of one problem on one set of inputs; the reference is computed once."""
+
+    def __init__(self, problem: Problem, device: DeviceInfo, seed: int = 1) -> None:
+        self.problem, self.device = problem, device
+        self.xp = array_module(device)
+        with on_device(device.index):
+            self.inputs = make_inputs(problem, device, seed)
+            self.output = GuardedOutput(self.xp, problem)
+            self.family: Family = family_of(self.inputs.a)
+            self.operands = bind(self.family, self.inputs, self.output.array)
+            self._rows = self._checked_rows()
+            parts = [reference(self.inputs.a[r], self.inputs.b1, self.inputs.b2, problem) for r in self._rows]
+            self._expected = self.xp.concatenate([p[0] for p in parts])
+            self._tolerance = self.xp.concatenate([p[1] for p in parts])
+
+    def _checked_rows(self) -> list[slice]:
+        m, n = self.problem.m, self.problem.n
+        if m * n <= _MAX_CHECKED:
+            return [slice(0, m)]
+        height = max(1, min(m // 8, _MAX_CHECKED // (8 * n)))
+        return [slice(start, start + height) for start in np.linspace(0, m - height, 8).astype(int).tolist()]
+
+    def poison(self) -> None:
+        with on_device(self.device.index):
+            self.output.poison()
+
+    def verdict(self) -> Check:
+        """Compares what a candidate left in the output."""
+        with on_device(self.device.index):
+            if not self.output.intact(self.xp):
+                return Check("out_of_bounds", "bytes around the output were written")
+            actual = self.xp.concatenate([decode(self.output.array[r]) for r in self._rows])
+            return compare(self.xp, actual, self._expected, self._tolerance, self.problem.dtype)
+
+
+def bind(family: Family, inputs: Inputs, out: Any) -> Operands:
+    """The operands of a candidate for these arrays."""
+    a, b1, b2 = (family.matrix(name, getattr(inputs, name)) for name in ("a", "b1", "b2"))
+    out_matrix = family.matrix("out", out)
+    return operands(family, a, b1, b2, out_matrix, settle(a, b1, b2, out_matrix))

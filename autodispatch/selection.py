@@ -1,0 +1,141 @@
+"""select(): which candidate serves a problem on a device, where the choice came from, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from autodispatch import heuristics
+from autodispatch.device import DeviceInfo
+from autodispatch.errors import UnsupportedProblemError
+from autodispatch.problem import Problem, log2_distance
+from autodispatch.records import DecisionRecord
+from autodispatch.store import Layers, TuningStore
+from autodispatch.variants import Candidate, Registry
+
+_log = logging.getLogger("autodispatch")
+MAX_BUCKET_DISTANCE = 1.0  # doublings of m between a call and the tuned problem that serves it
+
+
+class Origin(str, Enum):
+    """Where a selection came from."""
+
+    TUNED = "tuned"  # decided by measurement for exactly this problem
+    BUCKET = "bucket"  # decided for the nearest m, at most a factor 2 away, all else equal
+    HEURISTIC = "heuristic"  # fastest by the cost model
+    LIBRARY = "library"  # the last resort
+    PINNED = "pinned"  # the caller named it
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was picked for a problem.
+
+    `layer` and `decision` are set for `tuned` and `bucket`; `median_us` is the time measured for the decision's own m.
+    """
+
+    candidate: Candidate
+    origin: Origin
+    reason: str
+    problem: Problem
+    device: DeviceInfo
+    layer: str | None = None
+    decision: DecisionRecord | None = None
+    median_us: float | None = None
+
+
+def select(
+    problem: Problem,
+    device: DeviceInfo,
+    registry: Registry,
+    layers: Layers | None = None,
+    pinned: Candidate | None = None,
+) -> Selection:
+    """The best selection; see `selections`. Raises UnsupportedProblemError if nothing can serve the problem."""
+    return next(selections(problem, device, registry, layers, pinned))
+
+
+def selections(
+    problem: Problem,
+    device: DeviceInfo,
+    registry: Registry,
+    layers: Layers | None = None,
+    pinned: Candidate | None = None,
+) -> Iterator[Selection]:
+    """All selections in order of preference, so that a caller can go on where one does not build: what was tuned for
+    the problem, for its bucket of m, the cost model's choice, the library, then the other variants' defaults."""
+    if pinned is not None:
+        yield Selection(pinned, Origin.PINNED, "the caller named it", problem, device)
+        return
+    if layers is not None:
+        yield from _from_store(problem, device, registry, layers)
+    found = False
+    ranked = heuristics.rank(registry.candidates(problem, device), problem, device)
+    if ranked:
+        found = True
+        estimate = heuristics.predict(ranked[0], problem, device)
+        work = ranked[0].variant.work(ranked[0].config, problem)
+        reason = (
+            f"the cost model expects {estimate.total * 1e6:.1f} us, bound by {estimate.bound}, "
+            f"with {work.blocks} blocks on {device.sm_count} {'cores' if device.kind == 'cpu' else 'SMs'}, "
+            f"the fastest of {len(ranked)} candidates; nothing near was tuned"
+        )
+        yield Selection(ranked[0], Origin.HEURISTIC, reason, problem, device)
+    library = registry.library(problem, device)
+    if library is not None:
+        found = True
+        yield Selection(library, Origin.LIBRARY, "the library serves what nothing else does", problem, device)
+    for candidate in registry.defaults(problem, device):
+        if candidate != library:
+            found = True
+            yield Selection(candidate, Origin.HEURISTIC, "the default of a remaining variant", problem, device)
+    if not found:
+        raise UnsupportedProblemError(f"some variant must serve {problem} on {device.name} (got none that can)")
+
+
+def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
+    for name, store in layers:
+        decision = store.decision(device.key, problem)
+        if decision is not None:
+            yield from _usable(decision, Origin.TUNED, name, store, problem, device, registry)
+    near = [
+        (log2_distance(problem.m, decision.m), -decision.m, order, decision, name, store)
+        for order, (name, store) in enumerate(layers)
+        for decision in store.decisions_for_other_m(device.key, problem)
+        if decision.m != problem.m and log2_distance(problem.m, decision.m) <= MAX_BUCKET_DISTANCE
+    ]
+    for _, _, _, decision, name, store in sorted(near, key=lambda x: x[:3]):
+        yield from _usable(decision, Origin.BUCKET, name, store, problem, device, registry)
+
+
+def _usable(
+    decision: DecisionRecord,
+    origin: Origin,
+    layer: str,
+    store: TuningStore,
+    problem: Problem,
+    device: DeviceInfo,
+    registry: Registry,
+) -> Iterator[Selection]:
+    """The decision as a selection, or nothing if this version's code is not what was measured."""
+    measurement = store.measurement(decision.leader)
+    if measurement is None:
+        return
+    try:
+        candidate = registry.parse(measurement.variant, measurement.config)
+    except ValueError as cause:
+        _log.debug("the record %s is not used: %s", measurement.id, cause)
+        return
+    if candidate.variant.digest != measurement.digest:
+        _log.debug("the record %s is not used: %s has changed since", measurement.id, measurement.variant)
+        return
+    if candidate.variant.unmet(problem, device) or candidate.variant.space.violations(
+        candidate.config, problem, device
+    ):
+        return
+    reason = f"measured {measurement.median_us:.1f} us, the fastest of {len(decision.finalists)} finalists"
+    if origin is Origin.BUCKET:
+        reason += f" at m = {decision.m}, the nearest tuned m"
+    yield Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)

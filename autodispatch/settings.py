@@ -1,0 +1,80 @@
+"""Settings: everything that the environment may say. No other module reads environment variables."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MODES = ("cache", "tune", "force", "off")
+EFFORTS = ("quick", "full")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a process dispatches and tunes.
+
+    Attributes:
+        database: the user's tuning database, read and written.
+        read_only_databases: databases consulted after it, in order, never written.
+        mode: what a call may do about a problem that the databases do not know: `cache` never tunes, `tune` tunes at
+            the first miss, `force` tunes every problem once per process whatever is stored, `off` ignores the store.
+        effort: how much a tuning inside a call tries, `quick` or `full`.
+        record_misses: write each problem that was not found into the user's database, once per process.
+    """
+
+    database: Path
+    read_only_databases: tuple[Path, ...] = ()
+    mode: str = "cache"
+    effort: str = "quick"
+    record_misses: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)} (got {self.mode!r})")
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort must be one of {', '.join(EFFORTS)} (got {self.effort!r})")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Reads the settings; an empty variable counts as unset. Raises ValueError that names a bad variable."""
+        env = os.environ if environment is None else environment
+        database = env.get("AUTODISPATCH_DB")
+        return cls(
+            database=Path(database) if database else default_database(env),
+            read_only_databases=tuple(Path(p) for p in env.get("AUTODISPATCH_DB_PATH", "").split(os.pathsep) if p),
+            mode=_choice(env, "AUTODISPATCH_MODE", MODES, "cache"),
+            effort=_choice(env, "AUTODISPATCH_EFFORT", EFFORTS, "quick"),
+            record_misses=_choice(env, "AUTODISPATCH_RECORD_MISSES", ("0", "1"), "0") == "1",
+        )
+
+
+def default_database(env: Mapping[str, str]) -> Path:
+    """tuning.db in the user's cache folder, or in the temporary folder where there is no home."""
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "autodispatch" / "tuning.db"
+    if env.get("LOCALAPPDATA"):
+        return Path(env["LOCALAPPDATA"]) / "autodispatch" / "tuning.db"
+    if env.get("HOME"):
+        return Path(env["HOME"]) / ".cache" / "autodispatch" / "tuning.db"
+    return Path(tempfile.gettempdir()) / "autodispatch" / "tuning.db"
+
+
+def kernel_cache(env: Mapping[str, str] | None = None) -> Path:
+    """The folder where CuPy keeps compiled kernels."""
+    env = os.environ if env is None else env
+    return Path(env.get("CUPY_CACHE_DIR") or Path(env.get("HOME") or tempfile.gettempdir()) / ".cupy" / "kernel_cache")
+
+
+def keep_kernels_in_memory() -> None:
+    """Tells CuPy not to use its kernel cache on disk, for the rest of this process."""
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+
+
+def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
+    value = env.get(name) or default
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)} (got {value!r})")
+    return value

@@ -1,0 +1,60 @@
+"""Which problems a command line names: `M,N,K`, lists of m, and the MLP of a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autodispatch.problem import MATHS, Problem
+
+LADDER = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """`M,N,K` as integers. Raises ValueError."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"a shape must be M,N,K with positive integers (got {text!r})")
+    m, n, k = (int(p) for p in parts)
+    return m, n, k
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`1,16,128` as integers. Raises ValueError."""
+    parts = text.split(",")
+    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"a list of sizes must be positive integers with commas between (got {text!r})")
+    return tuple(int(p) for p in parts)
+
+
+def from_hf_config(path: Path) -> tuple[int, int]:
+    """(n, k) of the gated MLP that a Hugging Face `config.json` describes: n its width, k the hidden size.
+
+    Raises ValueError if the file does not describe one with a SiLU gate.
+    """
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ValueError(f"{path} must be a Hugging Face config.json (got {cause})") from cause
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object (got {type(config).__name__})")
+    k = config.get("hidden_size")
+    n = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    if not isinstance(n, int) or not isinstance(k, int):
+        raise ValueError(f"{path} must have hidden_size and intermediate_size (got {k!r} and {n!r})")
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"{path} must have hidden_act silu (got {activation!r})")
+    return n, k
+
+
+def problems(
+    shapes: Iterable[tuple[int, int, int]], dtypes: Sequence[str], layouts: Sequence[str], math: str = MATHS[0]
+) -> list[Problem]:
+    """Every combination, in a stable order, without repetitions."""
+    found = [Problem(m, n, k, d, layout, math=math) for d in dtypes for layout in layouts for m, n, k in shapes]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,158 @@
+"""Variant, Candidate and Executable: the protocol behind which every implementation of the operation stands."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from autodispatch.compiler import Resources
+from autodispatch.config import Config, ConfigSpace, Restriction
+from autodispatch.device import DeviceInfo
+from autodispatch.errors import UnsupportedProblemError
+from autodispatch.problem import Operands, Problem
+from autodispatch.source import KernelSource, load
+
+SPLIT, FUSED = "split", "fused"
+KERNEL_TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}  # in kernels/include/autodispatch/types.cuh
+
+
+class Call(NamedTuple):
+    """What an executable works on: the operands, scratch memory of the size it asked for, and the stream."""
+
+    operands: Operands
+    workspace: int
+    stream: Any
+
+
+class Unit(Enum):
+    """What the products run on."""
+
+    TENSOR = "tensor cores by mma.sync"
+    FP32 = "fp32 units"
+    LIBRARY = "the library's choice"
+    CPU = "the processor"
+
+
+class Work(NamedTuple):
+    """How a candidate cuts the products: `blocks` of tile_m x tile_n outputs, each for `products` of the two."""
+
+    unit: Unit
+    blocks: int
+    tile_m: int
+    tile_n: int
+    products: int
+    threads: int
+    shared_bytes: int
+    launches: int
+
+
+class Executable(ABC):
+    """A candidate bound to one problem on one device: compiled, with its launch computed."""
+
+    workspace_bytes: int = 0
+    resources: Resources | None = None  # of the main kernel
+    shared_bytes: int = 0  # static and dynamic, of the main kernel
+
+    @abstractmethod
+    def __call__(self, call: Call) -> None:
+        """Enqueues the work on the call's stream. The device of the operands must be current."""
+
+    def prepare(self) -> None:
+        """Does ahead what a thread's first call would have to do beside launching. The device must be current."""
+        return
+
+
+class Variant(ABC):
+    """One implementation of the operation.
+
+    Attributes:
+        name: unique; also the name of its module, and of its kernel.
+        path: `split` or `fused`.
+        kind: the kind of device it runs on, `cuda` or `cpu`.
+        space: its tunables.
+        requirements: what the problem and device must fulfil, whatever the config.
+        sources: names of the kernels it launches.
+        is_library: whether it needs no kernel of ours for the products, and so serves as the last resort.
+    """
+
+    name: str
+    path: str
+    kind: str
+    space: ConfigSpace
+    requirements: tuple[Restriction, ...] = ()
+    sources: tuple[str, ...] = ()
+    is_library: bool = False
+
+    @abstractmethod
+    def executable(self, config: Any, problem: Problem, device: DeviceInfo) -> Executable:
+        """Compiles and binds. Raises CompileError, or UnsupportedProblemError where no launch is possible."""
+
+    @abstractmethod
+    def default(self, problem: Problem, device: DeviceInfo) -> Config:
+        """The config to start from; legal wherever the requirements hold."""
+
+    @abstractmethod
+    def work(self, config: Any, problem: Problem) -> Work:
+        """What the cost model needs to know of the products."""
+
+    def workspace_bytes(self, config: Any, problem: Problem) -> int:
+        return 0
+
+    @cached_property
+    def digest(self) -> str:
+        """What a stored record must match: the digests of all kernels, or of the module for one without any."""
+        h = hashlib.sha256()
+        for source in self.kernel_sources():
+            h.update(source.digest.encode())
+        if not self.sources:
+            h.update(inspect.getsource(inspect.getmodule(type(self)) or type(self)).encode())
+        return h.hexdigest()[:16]
+
+    def kernel_sources(self) -> tuple[KernelSource, ...]:
+        return tuple(load(name) for name in self.sources)
+
+    def unmet(self, problem: Problem, device: DeviceInfo) -> list[str]:
+        """Why the variant cannot serve this problem on this device; empty if it can."""
+        if device.kind != self.kind:
+            return [f"runs on {self.kind} devices"]
+        return [r.message for r in self.requirements if not r.holds(None, problem, device)]
+
+    def candidates(self, problem: Problem, device: DeviceInfo) -> Iterator[Candidate]:
+        """All legal candidates of this variant."""
+        if not self.unmet(problem, device):
+            for config in self.space.legal(problem, device):
+                yield Candidate(self, config)
+
+    def candidate(self, problem: Problem, device: DeviceInfo) -> Candidate | None:
+        """The default candidate, or None where the requirements do not hold."""
+        return None if self.unmet(problem, device) else Candidate(self, self.default(problem, device))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant with a config."""
+
+    variant: Variant
+    config: Config
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """How a candidate is stored: the variant's name and the config as JSON."""
+        return self.variant.name, self.config.to_json()
+
+    def executable(self, problem: Problem, device: DeviceInfo) -> Executable:
+        """See `Variant.executable`; raises UnsupportedProblemError first if the candidate is not legal."""
+        why = self.variant.unmet(problem, device) or self.variant.space.violations(self.config, problem, device)
+        if why:
+            raise UnsupportedProblemError(f"{self.variant.name} requires {'; '.join(why)} (got {problem})")
+        return self.variant.executable(self.config, problem, device)
+
+    def __str__(self) -> str:
+        text = str(self.config)
+        return f"{self.variant.name}({text})" if text else self.variant.name

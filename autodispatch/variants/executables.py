@@ -1,0 +1,57 @@
+"""The two forms of a CUDA candidate: one fused kernel, or products into a workspace and then the activation product."""
+
+from __future__ import annotations
+
+from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import LaunchConfig, pointer, size
+from autodispatch.problem import Problem
+from autodispatch.variants.activation_product import ActivationProduct, Intermediate
+from autodispatch.variants.base import Call, Executable
+
+
+class FusedExecutable(Executable):
+    """Any kernel with the signature (a, b1, b2, out, m, n, k, lda, ldb1, ldb2, ldout)."""
+
+    def __init__(self, spec: KernelSpec, launch: LaunchConfig, problem: Problem, device: DeviceInfo) -> None:
+        self._launch = launch
+        self._kernel = compile_kernel(spec, device, launch.shared_bytes)
+        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
+        self.resources = self._kernel.resources
+        self.shared_bytes = launch.shared_bytes + self.resources.shared_bytes
+
+    def __call__(self, call: Call) -> None:
+        a, b1, b2, out = call.operands
+        pointers = (pointer(a.pointer), pointer(b1.pointer), pointer(b2.pointer), pointer(out.pointer))
+        strides = (size(a.row_stride), size(b1.row_stride), size(b2.row_stride), size(out.row_stride))
+        self._kernel(self._launch, (*pointers, *self._sizes, *strides), call.stream)
+
+
+class SplitExecutable(Executable):
+    """Any kernel with the signature (a, b1, b2, c1, c2, m, n, k, lda, ldb1, ldb2, ldc), then the activation product."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        launch: LaunchConfig,
+        problem: Problem,
+        device: DeviceInfo,
+        intermediate: Intermediate,
+    ) -> None:
+        self._launch = launch
+        self._kernel = compile_kernel(spec, device, launch.shared_bytes)
+        self._intermediate = intermediate
+        self._activation_product = ActivationProduct(problem, device, intermediate)
+        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
+        self.workspace_bytes = intermediate.total_bytes
+        self.resources = self._kernel.resources
+        self.shared_bytes = launch.shared_bytes + self.resources.shared_bytes
+
+    def __call__(self, call: Call) -> None:
+        a, b1, b2, out = call.operands
+        c1, c2 = call.workspace, call.workspace + self._intermediate.matrix_bytes
+        pointers = (pointer(a.pointer), pointer(b1.pointer), pointer(b2.pointer), pointer(c1), pointer(c2))
+        strides = (size(a.row_stride), size(b1.row_stride), size(b2.row_stride))
+        ldc = size(self._intermediate.leading_dimension)
+        self._kernel(self._launch, (*pointers, *self._sizes, *strides, ldc), call.stream)
+        self._activation_product(call.workspace, out, call.stream)

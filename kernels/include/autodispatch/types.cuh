@@ -1,0 +1,59 @@
+// Element types and their conversion to and from the fp32 accumulator. No toolkit header is included, so that
+// every kernel builds wherever NVRTC is installed, whatever headers lie beside it.
+#pragma once
+
+struct f16 {
+  unsigned short bits;
+};
+
+struct bf16 {
+  unsigned short bits;
+};
+
+// Where the weights' unit stride lies: along n for row-major (K, N) storage, along k for (N, K) storage.
+enum WeightLayout { kn, nk };
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+__device__ __forceinline__ float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float x) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  bf16 y;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  const unsigned bits = __float_as_uint(x);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // to nearest, ties to even
+  y.bits = is_nan ? 0x7fffu : static_cast<unsigned short>(rounded >> 16);
+#endif
+  return y;
+}
+
+// N consecutive elements that move as one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T values[N];
+};

@@ -1,0 +1,1 @@
+"""What is shipped tuned: `seed/*.jsonl`, and the schema of the database they are read into."""
