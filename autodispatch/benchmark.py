@@ -67,10 +67,14 @@ class Workbench(ABC):
 
     device: DeviceInfo
     regime: str
+    _checker: Checker | None = None
 
     @abstractmethod
-    def load(self, problem: Problem) -> None:
-        """Makes the inputs and the reference of a problem; those of the last one are dropped."""
+    def load(self, problem: Problem, copies: int | None = None) -> None:
+        """Makes the inputs and the reference of a problem; those of the last one are dropped.
+
+        `copies` of the arguments are made to time on, by default as many as the regime needs.
+        """
 
     @abstractmethod
     def unload(self) -> None:
@@ -79,6 +83,11 @@ class Workbench(ABC):
     @abstractmethod
     def check(self, executable: Executable) -> Check:
         """Runs a candidate on poisoned, guarded output and compares it with the reference."""
+
+    def result(self) -> Any:
+        """What the last check left in the output, as float64 on the host."""
+        assert self._checker is not None
+        return self._checker.result()
 
     @abstractmethod
     def trial(self, executable: Executable) -> Trial:
@@ -108,13 +117,12 @@ class CpuWorkbench(Workbench):
 
     def __init__(self, device: DeviceInfo) -> None:
         self.device = device
-        self._checker: Checker | None = None
         self._copies: list[Operands] = []
 
-    def load(self, problem: Problem) -> None:
+    def load(self, problem: Problem, copies: int | None = None) -> None:
         self._checker = Checker(problem, self.device)
         self._copies = []
-        for seed in range(self._COPIES):
+        for seed in range(self._COPIES if copies is None else copies):
             inputs = reference.make_inputs(problem, self.device, seed + 2)
             out = np.empty((problem.m, problem.n), inputs.a.dtype)
             self._copies.append(reference.bind(self._checker.family, inputs, out))
@@ -154,7 +162,6 @@ class CudaWorkbench(Workbench):
         with on_device(device.index):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._handle = Stream(self._stream.ptr)
-        self._checker: Checker | None = None
         self._copies: list[Operands] = []
         self._last_work = 0.0
 
@@ -170,13 +177,12 @@ class CudaWorkbench(Workbench):
             return False
         return True
 
-    def load(self, problem: Problem) -> None:
+    def load(self, problem: Problem, copies: int | None = None) -> None:
         self.unload()
         with on_device(self.device.index), self._stream:
             self._checker = Checker(problem, self.device)
-            first = reference.make_inputs(problem, self.device, 2)
-            for i in range(self._number_of_copies(problem)):
-                inputs = first if i == 0 else reference.make_inputs(problem, self.device, i + 2)
+            for i in range(self._number_of_copies(problem) if copies is None else copies):
+                inputs = reference.make_inputs(problem, self.device, i + 2)
                 out = reference.GuardedOutput(self._cupy, problem)
                 self._copies.append(reference.bind(self._checker.family, inputs, out.array))
             self._stream.synchronize()

@@ -213,6 +213,12 @@ class Checker:
         with on_device(self.device.index):
             self.output.poison()
 
+    def result(self) -> Any:
+        """The output as float64 on the host."""
+        with on_device(self.device.index):
+            values = decode(self.output.array)
+            return values if self.xp is np else values.get()
+
     def verdict(self) -> Check:
         """Compares what a candidate left in the output."""
         with on_device(self.device.index):

@@ -1,0 +1,45 @@
+"""Fixtures for all tests. No test reads the user's environment, database or kernel cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autodispatch.dispatcher import Dispatcher
+from autodispatch.settings import Settings
+from autodispatch.store import TuningStore
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AUTODISPATCH_DB_PATH", "AUTODISPATCH_MODE", "AUTODISPATCH_EFFORT", "AUTODISPATCH_RECORD_MISSES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AUTODISPATCH_DB", str(tmp_path / "tuning.db"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(tmp_path / "tuning.db")
+
+
+@pytest.fixture
+def dispatcher(settings: Settings) -> Iterator[Dispatcher]:
+    d = Dispatcher(settings)
+    yield d
+    d.close()
+
+
+@pytest.fixture
+def store() -> Iterator[TuningStore]:
+    s = TuningStore()
+    yield s
+    s.close()
+
+
+@pytest.fixture
+def warnings_logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, logger="autodispatch")
+    return caplog

@@ -1,0 +1,127 @@
+"""Every candidate of every space against the float64 reference, on poisoned and guarded output."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autodispatch.benchmark import CudaWorkbench
+from autodispatch.device import DeviceInfo
+from autodispatch.problem import Problem
+from autodispatch.variants import VARIANTS, Candidate
+from tests.gpu.conftest import DTYPES
+
+pytestmark = pytest.mark.gpu
+CUDA_VARIANTS = [n for n, v in VARIANTS.items() if v.kind == "cuda"]
+
+
+def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
+    """One, three, and around the tile in every direction, with both ragged and whole last tiles."""
+    values = candidate.config.__dict__
+    m, n, k = values.get("tile_m", 64), values.get("tile_n", 64), values.get("tile_k", 32)
+    stages = values.get("num_stages", 2)
+    return [
+        (1, 1, 1),
+        (3, 5, 7),
+        (m, n, k),
+        (m - 1, n + 1, k + 1),
+        (m + 1, n - 1, k - 1),
+        (2 * m + 3, 2 * n + 9, stages * k + 33),
+        (1, 511, 511),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize("name", CUDA_VARIANTS)
+def test_every_config_is_right_on_sizes_around_its_tile(device: DeviceInfo, name: str, layout: str, dtype: str) -> None:
+    base = Problem(64, 64, 64, dtype, layout)
+    variant = VARIANTS[name]
+    if variant.unmet(base, device):
+        assert dtype == "float32" and name.endswith("mma")
+        return
+    candidates = list(variant.candidates(base, device))
+    assert candidates
+    bench = CudaWorkbench(device)
+    jobs: dict[Problem, list[Candidate]] = {}
+    for candidate in candidates:
+        for m, n, k in sizes(candidate):
+            jobs.setdefault(replace(base, m=m, n=n, k=k), []).append(candidate)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda c: c.executable(base, device), candidates))
+    for problem, chosen in jobs.items():
+        bench.load(problem, copies=0)
+        for candidate in chosen:
+            check = bench.check(candidate.executable(problem, device))
+            assert check.status == "ok", f"{candidate} on {problem}: {check.reason}"
+    bench.unload()
+
+
+@pytest.mark.parametrize("alignment", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them(
+    device: DeviceInfo, dtype: str, layout: str, alignment: int
+) -> None:
+    if dtype == "float32" and alignment == 2:
+        with pytest.raises(ValueError, match="alignment must be 4"):
+            Problem(33, 65, 47, dtype, layout, alignment)
+        return
+    problem = Problem(33, 65, 47, dtype, layout, alignment)
+    bench = CudaWorkbench(device)
+    bench.load(problem, copies=0)
+    served = [c for v in VARIANTS.values() for c in v.candidates(problem, device)]
+    assert {"fused_simt", "split_simt", "split_cublas"} == {c.variant.name for c in served}
+    for candidate in served:
+        check = bench.check(candidate.executable(problem, device))
+        assert check.status == "ok", f"{candidate}: {check.reason}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dtype: str) -> None:
+    problem = Problem(130, 200, 520, dtype)
+    bench = CudaWorkbench(device)
+    bench.load(problem, copies=0)
+    for name in CUDA_VARIANTS:
+        candidate = VARIANTS[name].candidate(problem, device)
+        if candidate is None:
+            continue
+        executable = candidate.executable(problem, device)
+        results = set()
+        for _ in range(20):
+            assert bench.check(executable).status == "ok"
+            results.add(bench.result().tobytes())
+        assert len(results) == 1, name
+
+
+def test_fast_math_keeps_its_own_tolerance_and_is_refused_unasked(device: DeviceInfo) -> None:
+    exact = Problem(70, 136, 264, "bfloat16")
+    fast = replace(exact, math="fast")
+    bench = CudaWorkbench(device)
+    bench.load(fast, copies=0)
+    for name in ("split_mma", "split_cublas"):
+        variant = VARIANTS[name]
+        rounded = [c for c in variant.candidates(fast, device) if '"bfloat16"' in c.config.to_json()]
+        assert rounded
+        assert not [c for c in variant.candidates(exact, device) if '"bfloat16"' in c.config.to_json()]
+        for candidate in rounded:
+            check = bench.check(candidate.executable(fast, device))
+            assert check.status == "ok", f"{candidate}: {check.reason}"
+
+
+def test_tf32_is_only_used_where_the_caller_allows_it(device: DeviceInfo) -> None:
+    ieee = Problem(256, 256, 2048, "float32")
+    errors = {}
+    for problem in (ieee, replace(ieee, precision="tf32")):
+        bench = CudaWorkbench(device)
+        bench.load(problem, copies=0)
+        candidate = VARIANTS["split_cublas"].candidate(problem, device)
+        assert candidate is not None
+        check = bench.check(candidate.executable(problem, device))
+        assert check.status == "ok", check.reason
+        errors[problem.precision] = check.relative_error
+    assert errors["ieee"] < 1e-6 < errors["tf32"]

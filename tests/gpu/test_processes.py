@@ -1,0 +1,114 @@
+"""What one process leaves for the next: kernels in the cache, winners in the database."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autodispatch.benchmark import CudaWorkbench
+from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.device import DeviceInfo
+from autodispatch.dispatcher import Dispatcher
+from autodispatch.errors import CompileError
+from autodispatch.problem import Problem
+from autodispatch.settings import Settings
+from autodispatch.source import parse
+from autodispatch.tuner import Tuner
+
+pytestmark = pytest.mark.gpu
+
+SECOND_PROCESS = """
+import json, sys
+import cupy, numpy
+from cupy.cuda import nvrtc
+
+compiled = []
+create = nvrtc.createProgram
+def counting(source, *rest):
+    if source:
+        compiled.append(source[:60])
+    return create(source, *rest)
+nvrtc.createProgram = counting
+
+from autodispatch import dispatcher
+m, n, k = map(int, sys.argv[1].split(","))
+a, b1, b2 = (cupy.ones(s, numpy.float16) for s in ((m, k), (k, n), (k, n)))
+cupy.cuda.Device().synchronize()
+before = len(compiled)
+out = dispatcher.run(a, b1, b2)
+explanation = dispatcher.explain(a, b1, b2)
+print(json.dumps({
+    "origin": explanation.selection.origin.value,
+    "compiled": compiled[before:],
+    "candidate": str(explanation.selection.candidate),
+    "tuner": "autodispatch.tuner" in sys.modules,
+    "value": float(out[0, 0]),
+}))
+"""
+
+
+def second_process(shape: str, **environment: str) -> dict[str, object]:
+    script = [sys.executable, "-c", SECOND_PROCESS, shape]
+    result = subprocess.run(
+        script, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_second_process_finds_the_winner_and_neither_compiles_nor_times(
+    tmp_path: Path, device: DeviceInfo, settings: Settings
+) -> None:
+    problem = Problem(64, 128, 256, "float16")
+    cache = {"CUPY_CACHE_DIR": str(tmp_path / "kernels"), "AUTODISPATCH_DB": str(settings.database)}
+    untuned = second_process("64,128,256", **cache)
+    assert untuned["origin"] == "heuristic" and untuned["compiled"]
+    dispatcher = Dispatcher(settings)
+    Tuner(dispatcher.layers.user, CudaWorkbench(device)).tune(problem)
+    winner = dispatcher.explain_problem(problem, device).selection.candidate
+    dispatcher.close()
+    first = second_process("64,128,256", **cache)  # fills this test's own kernel cache
+    assert first["origin"] == "tuned" and first["candidate"] == str(winner)
+    second = second_process("64,128,256", **cache)
+    assert second["compiled"] == [] and second["tuner"] is False
+    assert second["candidate"] == str(winner)
+    assert second["value"] == pytest.approx(256 * 256, rel=1e-3)
+
+
+def test_a_kernel_cache_that_cannot_be_written_costs_a_warning_only(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    found = second_process("8,8,8", CUPY_CACHE_DIR=str(blocked), AUTODISPATCH_DB=str(blocked / "tuning.db"))
+    assert found["value"] == pytest.approx(64, rel=1e-2)
+
+
+def test_paths_with_blanks_and_other_alphabets(tmp_path: Path) -> None:
+    home = tmp_path / "Zoë 空 x"
+    home.mkdir()
+    found = second_process("8,8,8", HOME=str(home), TMPDIR=str(home), AUTODISPATCH_DB=str(home / "tuning.db"))
+    assert found["value"] == pytest.approx(64, rel=1e-2)
+
+
+WGMMA = """
+template <int Unused>
+__global__ void fence(int* out) {
+  asm volatile("wgmma.fence.sync.aligned;");
+  out[0] = Unused;
+}
+"""
+
+
+def test_architecture_features_reach_the_compiler_where_they_are_asked_for(device: DeviceInfo) -> None:
+    if device.compute_capability != (9, 0):
+        pytest.skip("the instruction exists on compute capability 9.0 only")
+    spec = KernelSpec(parse("fence", WGMMA), (("Unused", 3),), architecture_features=True)
+    assert compile_kernel(spec, device).resources.spill_bytes == 0
+    with pytest.raises(CompileError) as error:
+        compile_kernel(KernelSpec(spec.source, (("Unused", 4),)), device)
+    assert "wgmma" in error.value.log and "fence<4>" in str(error.value)
