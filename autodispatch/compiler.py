@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.errors import CompileError
 from autodispatch.launch import LaunchConfig
-from autodispatch.settings import keep_kernels_in_memory, kernel_cache
 from autodispatch.source import KernelSource, include_folder
-
-_log = logging.getLogger("autodispatch")
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,6 @@ def compile_kernel(spec: KernelSpec, device: DeviceInfo, shared_bytes: int = 0) 
 def _build(spec: KernelSpec, device: DeviceInfo, shared_bytes: int) -> CompiledKernel:
     cupy = import_cupy()
     check_architecture(device, cupy.cuda.nvrtc.getSupportedArchs())
-    _check_kernel_cache()
     expression = spec.expression
     options = spec.options(device.compute_capability)
     log = io.StringIO()
@@ -149,20 +142,6 @@ def nvrtc_file() -> str:
         return str(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
     except Exception:
         return ""
-
-
-@lru_cache(maxsize=1)
-def _check_kernel_cache() -> None:
-    """Sends CuPy's kernel cache to memory, with one warning, where its folder cannot be written and read."""
-    folder = kernel_cache()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".autodispatch-{threading.get_ident()}"
-        probe.write_bytes(b"probe")
-        probe.unlink()
-    except OSError as cause:
-        _log.warning("the kernel cache %s cannot be written (%s); kernels are compiled in every process", folder, cause)
-        keep_kernels_in_memory()
 
 
 @dataclass(frozen=True)
@@ -218,9 +197,3 @@ def _resources(log: str) -> Resources:
         return sum(int(x) for x in re.findall(pattern, log))
 
     return Resources(number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem"))
-
-
-def built_kernels() -> int:
-    """How many files CuPy's kernel cache holds."""
-    folder = kernel_cache()
-    return sum(1 for _ in Path(folder).glob("*.cubin")) if folder.is_dir() else 0

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import metadata
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autodispatch.errors import DeviceError
+from autodispatch.settings import keep_kernels_in_memory, kernel_cache
 
 _log = logging.getLogger("autodispatch")
 
@@ -220,6 +222,7 @@ def _memory_bytes() -> int:
 
 def import_cupy() -> Any:
     """CuPy, or a DeviceError that keeps the cause. A broken CuPy raises more than ImportError."""
+    _check_kernel_cache()
     try:
         import cupy
     except Exception as cause:
@@ -228,6 +231,22 @@ def import_cupy() -> Any:
             "install the extra cuda12 or cuda13, whichever the driver supports"
         ) from cause
     return cupy
+
+
+@lru_cache(maxsize=1)
+def _check_kernel_cache() -> None:
+    """Sends CuPy's kernel cache to memory, with one warning, where its folder cannot be written.
+
+    CuPy itself fails then: at import if the folder cannot be made, else at the first kernel.
+    """
+    folder = kernel_cache()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as cause:
+        _log.warning("the kernel cache %s cannot be written (%s); kernels are compiled in every process", folder, cause)
+        keep_kernels_in_memory()
 
 
 def on_device(device: int | None) -> contextlib.AbstractContextManager[Any]:

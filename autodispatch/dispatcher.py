@@ -23,7 +23,14 @@ from autodispatch.device import (
     on_device,
     warn_of_two_cupys,
 )
-from autodispatch.errors import CompileError, LaunchError, UnsupportedProblemError
+from autodispatch.errors import (
+    AutodispatchError,
+    CompileError,
+    DeviceError,
+    LaunchError,
+    StoreError,
+    UnsupportedProblemError,
+)
 from autodispatch.problem import (
     ACTIVATIONS,
     MATHS,
@@ -272,17 +279,18 @@ class Dispatcher:
     def _on_miss(self, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
         """Does what the mode says about a problem for which nothing was tuned."""
         mode = self.settings.mode
-        if mode == "force" and (device.key, problem) not in self._tuned:
-            self._tune(problem, device, layers.user)
-            return
         origin = select(problem, device, self._registry, layers).origin
+        if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
+            if (device.key, problem) not in self._tuned:
+                self._tune(problem, device, layers.user)
+            return
         if origin is Origin.TUNED:
             return
-        if mode == "tune":
-            self._tune(problem, device, layers.user)
-            return
         if self.settings.record_misses:
-            layers.user.record_miss(device.key, problem)
+            try:
+                layers.user.record_miss(device.key, problem)
+            except StoreError as cause:
+                _log.warning("the miss of %s was not recorded: %s", problem, cause)
         kind = (device.key, problem.n, problem.k, problem.dtype, problem.layout)
         if origin is not Origin.BUCKET and kind not in self._missed:
             self._missed.add(kind)
@@ -302,9 +310,14 @@ class Dispatcher:
         from autodispatch.benchmark import workbench
         from autodispatch.tuner import Tuner
 
-        tuner = Tuner(store, workbench(device), self._registry, command=f"run in mode {self.settings.mode}")
-        tuner.tune(problem, effort=self.settings.effort)
         self._tuned.add((device.key, problem))
+        tuner = Tuner(store, workbench(device), self._registry, command=f"run in mode {self.settings.mode}")
+        try:
+            tuner.tune(problem, effort=self.settings.effort)
+        except DeviceError:
+            raise
+        except AutodispatchError as cause:
+            _log.warning("%s could not be tuned: %s", problem, cause)
 
     def _pinned(self, candidate: Candidate | str | None, problem: Problem, device: DeviceInfo) -> Candidate | None:
         if candidate is None or isinstance(candidate, Candidate):

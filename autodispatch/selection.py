@@ -9,7 +9,7 @@ from enum import Enum
 
 from autodispatch import heuristics
 from autodispatch.device import DeviceInfo
-from autodispatch.errors import UnsupportedProblemError
+from autodispatch.errors import StoreError, UnsupportedProblemError
 from autodispatch.problem import Problem, log2_distance
 from autodispatch.records import DecisionRecord
 from autodispatch.store import Layers, TuningStore
@@ -96,18 +96,18 @@ def selections(
 
 
 def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
-    for name, store in layers:
-        decision = store.decision(device.key, problem)
-        if decision is not None:
-            yield from _usable(decision, Origin.TUNED, name, store, problem, device, registry)
-    near = [
-        (log2_distance(problem.m, decision.m), -decision.m, order, decision, name, store)
-        for order, (name, store) in enumerate(layers)
-        for decision in store.decisions_for_other_m(device.key, problem)
-        if decision.m != problem.m and log2_distance(problem.m, decision.m) <= MAX_BUCKET_DISTANCE
-    ]
-    for _, _, _, decision, name, store in sorted(near, key=lambda x: x[:3]):
-        yield from _usable(decision, Origin.BUCKET, name, store, problem, device, registry)
+    found = []
+    for order, (name, store) in enumerate(layers):
+        try:
+            for decision in store.decisions_for_any_m(device.key, problem):
+                distance = log2_distance(problem.m, decision.m)
+                if distance <= MAX_BUCKET_DISTANCE:
+                    found.append((distance, -decision.m, order, decision, name, store))
+        except StoreError as cause:
+            _log.warning("%s; it is left out of this look-up", cause)
+    for distance, _, _, decision, name, store in sorted(found, key=lambda x: x[:3]):
+        origin = Origin.TUNED if distance == 0 else Origin.BUCKET
+        yield from _usable(decision, origin, name, store, problem, device, registry)
 
 
 def _usable(

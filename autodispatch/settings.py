@@ -69,8 +69,12 @@ def kernel_cache(env: Mapping[str, str] | None = None) -> Path:
 
 
 def keep_kernels_in_memory() -> None:
-    """Tells CuPy not to use its kernel cache on disk, for the rest of this process."""
+    """Tells CuPy not to use its kernel cache on disk, for the rest of this process.
+
+    CuPy still wants a folder that exists when it is imported.
+    """
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()
 
 
 def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:

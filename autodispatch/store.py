@@ -231,7 +231,7 @@ class TuningStore:
         found = self._decisions(device_key, problem, regime, f"{_equal(('m',))}", (problem.m,))
         return found[0] if found else None
 
-    def decisions_for_other_m(self, device_key: str, problem: Problem) -> list[DecisionRecord]:
+    def decisions_for_any_m(self, device_key: str, problem: Problem) -> list[DecisionRecord]:
         """All decisions that differ from the problem in m at most, newest first."""
         return self._decisions(device_key, problem, None, "1", ())
 

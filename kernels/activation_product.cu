@@ -8,7 +8,7 @@
 #include "autodispatch/types.cuh"
 
 template <typename C, typename T, typename Activation, int TileM, int Vector>
-__global__ void __launch_bounds__(TileM * 32)
+__global__ void __launch_bounds__(TileM * 32, 1)
     activation_product(const C* __restrict__ c1, const C* __restrict__ c2, T* __restrict__ out, long long m,
                        long long n, long long ldc, long long ldout) {
   const long long row = static_cast<long long>(blockIdx.x) * TileM + threadIdx.x / 32;

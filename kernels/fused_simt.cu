@@ -10,7 +10,7 @@
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int TileN, int TileK, int ThreadM,
           int ThreadN, int GroupM>
-__global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN))
+__global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN), 1)
     fused_simt(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
                long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   using Loop = SimtMainloop<T, Layout, TileM, TileN, TileK, ThreadM, ThreadN, 2>;

@@ -8,7 +8,7 @@
 #include "autodispatch/tile.cuh"
 
 template <typename T, WeightLayout Layout, int TileM, int TileN, int TileK, int ThreadM, int ThreadN, int GroupM>
-__global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN))
+__global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN), 1)
     split_simt(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, float* __restrict__ c1,
                float* __restrict__ c2, long long m, long long n, long long k, long long lda, long long ldb1,
                long long ldb2, long long ldc) {

@@ -128,8 +128,8 @@ def test_out_that_overlaps_is_refused_and_interleaved_views_are_not(
     b1, b2 = random(32, 32), random(32, 32)
     with pytest.raises(ValueError, match="out must not overlap a"):
         dispatcher.run(both[:, :32], b1, b2, out=both[:, 16:48])
+    square = random(32, 32)
     with pytest.raises(ValueError, match="out must not overlap b2"):
-        square = random(32, 32)
         dispatcher.run(square, b1, b2, out=b2)
     with pytest.raises(ValueError, match="out must not overlap itself"):
         dispatcher.run(both[:, :32], b1, b2, out=cupy.broadcast_to(cupy.zeros(32, np.float16), (16, 32)))

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.gpu
 
 SECOND_PROCESS = """
 import json, sys
-import cupy, numpy
+import numpy
+from autodispatch.device import import_cupy
+
+cupy = import_cupy()
 from cupy.cuda import nvrtc
 
 compiled = []

@@ -1,0 +1,88 @@
+"""The timing protocol on false clocks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from autodispatch import benchmark
+from autodispatch.benchmark import GIVE_UP, MAX_SAMPLES, MIN_SAMPLES, CpuWorkbench, Timing, finals, screen
+from autodispatch.device import cpu_device
+from autodispatch.problem import Problem
+from autodispatch.variants import VARIANTS
+
+
+def test_statistics_are_robust_against_one_outlier() -> None:
+    timing = Timing((10.0, 10.2, 9.9, 50.0, 10.1))
+    assert timing.median == 10.1
+    assert timing.mad == pytest.approx(0.1)
+    assert timing.percentile(20) == pytest.approx(9.98)
+
+
+def test_screening_warms_up_by_time_and_bounds_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    calls = []
+
+    def trial() -> float:
+        calls.append(None)
+        return 10.0
+
+    # every look at the clock advances it by 4 ms, so that a unit seems to take 4 ms
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock) * 0.004)
+    timing = screen(trial, None)
+    assert MIN_SAMPLES <= len(timing.samples) <= MAX_SAMPLES
+    assert len(calls) > len(timing.samples) + 2
+
+
+def test_screening_leaves_a_hopeless_candidate_after_a_look() -> None:
+    calls = []
+
+    def slow() -> float:
+        calls.append(None)
+        return GIVE_UP * 10.0 + 1
+
+    assert screen(slow, 10.0).median > GIVE_UP * 10
+    assert len(calls) == 2
+
+
+def test_finals_meet_drift_alike() -> None:
+    now = itertools.count()
+
+    def drifting(base: float) -> Callable[[], float]:
+        return lambda: base * (1 + 0.3 * next(now) / 90)
+
+    for order in itertools.permutations((10.0, 10.4, 10.8)):
+        now = itertools.count()
+        timings = finals([drifting(base) for base in order], 30, random.Random(1))
+        medians = dict(zip(order, (t.median for t in timings), strict=True))
+        assert min(medians, key=medians.__getitem__) == 10.0
+
+
+def test_finals_play_every_candidate_once_a_round_in_changing_order() -> None:
+    played: list[int] = []
+
+    def trial(i: int) -> Callable[[], float]:
+        return lambda: played.append(i) or 1.0
+
+    timings = finals([trial(i) for i in range(4)], 6)
+    rounds = [tuple(played[i : i + 4]) for i in range(0, 24, 4)]
+    assert all(sorted(r) == [0, 1, 2, 3] for r in rounds)
+    assert len(set(rounds)) > 1
+    assert [len(t.samples) for t in timings] == [6] * 4
+
+
+def test_the_processors_workbench_checks_and_times_for_real() -> None:
+    problem = Problem(16, 48, 32, "float32", "nk")
+    bench = CpuWorkbench(cpu_device())
+    bench.load(problem)
+    for name in ("cpu_split", "cpu_fused"):
+        candidate = VARIANTS[name].candidate(problem, bench.device)
+        assert candidate is not None
+        executable = candidate.executable(problem, bench.device)
+        assert bench.check(executable).status == "ok"
+        assert bench.trial(executable)() > 0
+    assert bench.result().shape == (16, 48)
+    bench.unload()

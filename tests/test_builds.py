@@ -1,0 +1,100 @@
+"""Every kernel builds by NVRTC, without spills or warnings, for every architecture that is claimed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from autodispatch.compiler import KernelSpec, build_without_gpu
+from autodispatch.device import DeviceInfo
+from autodispatch.errors import CompileError
+from autodispatch.problem import Problem
+from autodispatch.source import load, parse
+from autodispatch.variants import VARIANTS
+from autodispatch.variants.activation_product import activation_product_spec
+from tests.fakes import A100, GPUS
+
+BASE = Problem(4096, 4096, 4096, "float32", math="fast")
+FORMS = [(dtype, layout) for dtype in ("float16", "bfloat16", "float32") for layout in ("kn", "nk")]
+TEMPLATED = [n for n, v in VARIANTS.items() if v.sources and not v.is_library]
+
+
+def specs(name: str, device: DeviceInfo, *, all_forms: bool) -> list[KernelSpec]:
+    """Every config of a variant. Types and layouts take turns over the configs; all of them on one architecture."""
+    variant = VARIANTS[name]
+    found = []
+    for i, (dtype, layout) in enumerate(FORMS):
+        problem = replace(BASE, dtype=dtype, layout=layout)
+        candidates = list(variant.candidates(problem, device))
+        usable = [f for f in FORMS if not variant.unmet(replace(BASE, dtype=f[0], layout=f[1]), device)]
+        for j, candidate in enumerate(candidates):
+            if all_forms or usable[j % len(usable)] == FORMS[i]:
+                found.append(variant.spec(candidate.config, problem))  # type: ignore[attr-defined]
+    return found
+
+
+def assert_builds_cleanly(all_specs: list[KernelSpec], device: DeviceInfo) -> None:
+    assert all_specs
+    with ThreadPoolExecutor(2) as pool:
+        builds = pool.map(lambda s: build_without_gpu(s, device.compute_capability), all_specs)
+        for spec, build in zip(all_specs, builds, strict=True):
+            assert build.cubin.startswith(b"\x7fELF"), spec.expression
+            assert build.resources.spill_bytes == 0, spec.expression
+            assert 0 < build.resources.registers <= 255, spec.expression
+            assert "warning" not in build.log.lower(), f"{spec.expression}: {build.log}"
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
+@pytest.mark.parametrize("name", TEMPLATED)
+def test_every_config_builds_on_every_architecture(name: str, device: DeviceInfo) -> None:
+    assert_builds_cleanly(specs(name, device, all_forms=False), device)
+
+
+@pytest.mark.parametrize("name", ["fused_simt", "split_simt"])
+def test_every_type_and_layout_builds(name: str) -> None:
+    assert_builds_cleanly(specs(name, A100, all_forms=True), A100)
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
+def test_the_activation_product_builds_in_every_form(device: DeviceInfo) -> None:
+    found = {
+        activation_product_spec(replace(BASE, dtype=dtype, alignment=alignment), intermediate)
+        for dtype in ("float16", "bfloat16", "float32")
+        for alignment in (4, 16)
+        for intermediate in ("float32", "bfloat16")
+        if intermediate == "float32" or dtype == "bfloat16"
+    }
+    assert len(found) == 8
+    assert_builds_cleanly(sorted(found, key=lambda s: s.expression), device)
+
+
+def test_a_failed_build_carries_expression_options_and_log() -> None:
+    broken = parse("broken", "template <int Value>\n__global__ void broken(int* out) { out[0] = missing; }")
+    with pytest.raises(CompileError) as error:
+        build_without_gpu(KernelSpec(broken, (("Value", 1),)), (8, 0))
+    assert error.value.expression == "broken<1>"
+    assert "-std=c++17" in error.value.options
+    assert "missing" in error.value.log
+    assert "broken must build for sm_80" in str(error.value)
+
+
+def test_architecture_specific_code_builds_only_with_its_features() -> None:
+    text = 'template <int Value>\n__global__ void fence(int* out) { asm volatile("wgmma.fence.sync.aligned;"); }'
+    spec = KernelSpec(parse("fence", text), (("Value", 1),), architecture_features=True)
+    assert "-arch=sm_90a" in spec.options((9, 0))
+    assert build_without_gpu(spec, (9, 0)).resources.spill_bytes == 0
+    with pytest.raises(CompileError, match="must build for sm_90"):
+        build_without_gpu(replace(spec, architecture_features=False), (9, 0))
+
+
+def test_options_are_separate_words_whatever_the_path_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from pathlib import Path
+
+    from autodispatch import compiler
+
+    folder = Path(str(tmp_path)) / "Zoë 空 x" / "include"
+    monkeypatch.setattr(compiler, "include_folder", lambda: folder)
+    options = KernelSpec(load("fused_simt"), ()).options((8, 0))
+    assert f"-I{folder}" in options

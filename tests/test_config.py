@@ -1,0 +1,94 @@
+"""Config spaces: what a device allows is read off its attributes, and what is stored can be read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autodispatch.device import DeviceInfo
+from autodispatch.problem import Problem
+from autodispatch.variants import VARIANTS, Registry
+from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4
+
+REGISTRY = Registry()
+PROBLEMS = [
+    Problem(m, 8960, 1536, dtype, layout)
+    for m in (1, 17, 64, 4096)
+    for dtype in ("float32", "float16", "bfloat16")
+    for layout in ("kn", "nk")
+]
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda d: d.key)
+def test_every_problem_has_candidates_of_both_paths_and_legal_defaults(device: DeviceInfo) -> None:
+    for problem in PROBLEMS:
+        candidates = list(REGISTRY.candidates(problem, device))
+        assert {c.variant.path for c in candidates} == {"split", "fused"}
+        for default in REGISTRY.defaults(problem, device):
+            assert default in candidates, f"{default} for {problem}"
+
+
+def test_shared_memory_limits_the_space() -> None:
+    problem = Problem(4096, 4096, 4096, "float16")
+    wide = list(VARIANTS["fused_mma"].candidates(problem, H200))
+    narrow = list(VARIANTS["fused_mma"].candidates(problem, RTX3090))
+    assert set(narrow) < set(wide)
+    assert all(c.config.shared_bytes(2) <= 99 * KIB for c in narrow)  # type: ignore[attr-defined]
+
+
+def test_bfloat16_needs_compute_capability_8_on_tensor_cores_and_is_served_below_it() -> None:
+    problem = Problem(64, 64, 64, "bfloat16")
+    assert VARIANTS["fused_mma"].unmet(problem, T4) == ["compute capability 7.5 for float16, 8.0 for bfloat16"]
+    assert VARIANTS["fused_mma"].unmet(problem, A100) == []
+    assert {c.variant.name for c in REGISTRY.candidates(problem, T4)} == {"fused_simt", "split_simt"}
+
+
+def test_float32_and_misaligned_problems_go_to_the_simt_and_library_variants() -> None:
+    for problem in (Problem(64, 64, 64, "float32"), Problem(64, 63, 64, "float16", alignment=2)):
+        assert {c.variant.name for c in REGISTRY.candidates(problem, H200)} == {
+            "fused_simt",
+            "split_simt",
+            "split_cublas",
+        }
+
+
+def test_bfloat16_intermediates_are_only_there_where_the_caller_allows_them() -> None:
+    exact = Problem(64, 64, 64, "bfloat16")
+    for problem, expected in (
+        (exact, 0),
+        (replace(exact, math="fast"), 1),
+        (Problem(64, 64, 64, "float16", math="fast"), 0),
+    ):
+        rounded = [c for c in REGISTRY.candidates(problem, H200) if '"intermediate":"bfloat16"' in c.config.to_json()]
+        assert bool(rounded) == bool(expected)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_a_stored_config_reads_back_as_the_same_candidate(name: str) -> None:
+    variant = VARIANTS[name]
+    for config in variant.space:
+        candidate = REGISTRY.parse(name, config.to_json())
+        assert candidate.config == config
+        assert candidate.variant is variant
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"tile_m":16}', '{"tile_m":17,"tile_n":64,"tile_k":32,"num_stages":4,"num_warps":4}']
+)
+def test_a_config_outside_the_space_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must"):
+        REGISTRY.parse("fused_mma", text)
+    with pytest.raises(ValueError, match="variant must be one of"):
+        REGISTRY.parse('"); system("', text)
+
+
+def test_grids_that_cannot_be_launched_are_not_candidates() -> None:
+    huge = Problem(2**31 - 1, 2**20, 1, "float16")
+    assert {c.variant.name for c in REGISTRY.candidates(huge, H200)} == {"split_cublas"}
+
+
+def test_digests_differ_between_variants_and_do_not_change_by_themselves() -> None:
+    digests = {name: v.digest for name, v in VARIANTS.items()}
+    assert digests["fused_mma"] != digests["split_mma"] != digests["fused_simt"]
+    assert digests == {name: type(v)().digest for name, v in VARIANTS.items()}

@@ -1,0 +1,204 @@
+"""Carrying records: complete, repeatable, in any order, and unmoved by hostile files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autodispatch import exchange, resources
+from autodispatch.errors import StoreError
+from autodispatch.problem import Problem
+from autodispatch.records import DecisionRecord, MeasurementRecord, SessionRecord
+from autodispatch.store import TABLES, TuningStore
+from tests.test_store import CPU, PROBLEM, begin, decision, filled, measurement
+
+KINDS = (MeasurementRecord, DecisionRecord, SessionRecord)
+
+
+def content(store: TuningStore) -> dict[str, list[Any]]:
+    return {table: store.all_of(record_type) for record_type, table in TABLES.items()}
+
+
+def example(*medians: float) -> TuningStore:
+    store = TuningStore()
+    for i, median in enumerate(medians):
+        filled(store, Problem(8 * (i + 1), 16, 32, "float32"), median)
+    store.add_measurement(measurement(median=99.0, variant="cpu_fused", config='{"tile_m":64,"tile_n":128}'))
+    return store
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".db"])
+def test_everything_survives_the_journey(tmp_path: Path, suffix: str) -> None:
+    source, path = example(10.0, 11.0), tmp_path / f"x{suffix}"
+    write = exchange.export_jsonl if suffix == ".jsonl" else exchange.export_sqlite
+    assert write(source, path) == sum(len(rows) for rows in content(source).values())
+    target = TuningStore(tmp_path / "target.db")
+    report = exchange.import_file(target, path)
+    assert (report.kept, report.rejected) == (0, [])
+    assert content(target) == content(source)
+    again = exchange.import_file(target, path)
+    assert sum(again.added.values()) == 0
+    assert content(target) == content(source)
+
+
+def test_merging_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    paths = []
+    for name, store in (("a", example(10.0, 11.0)), ("b", example(10.0, 12.0, 13.0))):
+        paths.append(tmp_path / f"{name}.jsonl")
+        exchange.export_jsonl(store, paths[-1])
+    results = []
+    for order in (paths, paths[::-1], [*paths, paths[1]]):
+        target = TuningStore()
+        for path in order:
+            exchange.import_file(target, path)
+        results.append(content(target)["measurements"])
+    assert results[0] == results[1] == results[2]
+
+
+def test_ones_own_decisions_are_kept_unless_asked(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    foreign = TuningStore()
+    begin(foreign, "s2")
+    faster = measurement(median=1.0, session="s2")
+    foreign.add_measurement(faster)
+    foreign.set_decision(decision(PROBLEM, faster))
+    exchange.export_jsonl(foreign, path)
+    own = TuningStore()
+    mine = filled(own)
+    report = exchange.import_file(own, path)
+    assert own.decision(CPU.key, PROBLEM) == mine
+    assert report.added["measurements"] == 1
+    exchange.import_file(own, path, replace_decisions=True)
+    found = own.decision(CPU.key, PROBLEM)
+    assert found is not None
+    assert found.leader == faster.id
+
+
+def test_winners_only_leaves_out_what_no_decision_refers_to(tmp_path: Path) -> None:
+    store, path = example(10.0, 11.0), tmp_path / "x.jsonl"
+    exchange.export_jsonl(store, path, winners_only=True)
+    target = TuningStore()
+    assert exchange.import_file(target, path).rejected == []
+    assert target.counts()["measurements"] == 2
+    assert target.counts()["decisions"] == 2
+
+
+def test_a_file_of_json_lines_is_stable_and_leads_with_its_format(tmp_path: Path) -> None:
+    one, two = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    store = example(10.0, 11.0)
+    exchange.export_jsonl(store, one)
+    target = TuningStore()
+    exchange.import_file(target, one)
+    exchange.export_jsonl(target, two)
+    assert one.read_bytes() == two.read_bytes()
+    header = json.loads(one.read_text().splitlines()[0])
+    assert header == {"format": "autodispatch-tuning", "schema": 1, "commands": ["c"]}
+
+
+def test_an_export_while_another_connection_writes_is_whole_and_not_in_wal_mode(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    store = TuningStore(path)
+    filled(store)
+    assert store.journal_mode == "wal"
+    copy = tmp_path / "copy.db"
+    exchange.export_sqlite(store, copy)
+    with sqlite3.connect(copy) as connection:
+        assert connection.execute("SELECT count(*) FROM measurements").fetchone() == (1,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() != ("wal",)
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def lines(path: Path, *changes: dict[str, Any]) -> Path:
+    """An export in which the measurement is changed; each change also drops the stored id's fit to its content."""
+    store = TuningStore()
+    filled(store)
+    exchange.export_jsonl(store, path)
+    text = path.read_text().splitlines()
+    found = [json.loads(line) for line in text]
+    for change in changes:
+        for line in found:
+            if line.get("record") == "measurement":
+                line |= change
+    path.write_text("\n".join(json.dumps(line) for line in found) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"variant": '"); system("'},
+        {"config": '{"tile_m": 7}'},
+        {"config": "x" * 3000},
+        {"median_us": -1.0},
+        {"median_us": "fast"},
+        {"status": "splendid"},
+        {"options": "-I/ --include=x"},
+        {"samples_us": [1.0] * 2000},
+        {"median_us": 11.0},
+        {"dtype": "float64"},
+        {"relative_error": float("nan")},
+    ],
+    ids=lambda c: f"{next(iter(c))}={str(next(iter(c.values())))[:12]}",
+)
+def test_a_bad_record_is_rejected_with_its_reason_and_the_others_are_taken(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    store = TuningStore()
+    report = exchange.import_file(store, lines(tmp_path / "x.jsonl", change))
+    assert len(report.rejected) == 2  # the measurement, and the decision that refers to it
+    assert store.counts()["measurements"] == 0
+    assert store.counts()["sessions"] == 1
+
+
+def test_broken_lines_are_rejected_by_number(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl")
+    with path.open("a") as file:
+        file.write('{"record": "measurement"\n[1]\n{"record": "unheard of"}\n')
+    report = exchange.import_file(TuningStore(), path)
+    assert [r.split(":")[0] for r in report.rejected] == ["line 7", "line 8", "line 9"]
+
+
+def test_files_that_are_no_export_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TuningStore()
+    for name, text, words in (
+        ("pickle", pickle.dumps({"a": 1}), "JSON Lines or SQLite"),
+        ("other", b'{"format": "another"}\n', "must begin with a header"),
+        ("newer", b'{"format": "autodispatch-tuning", "schema": 99}\n', "schema 1 or older"),
+        ("empty header", b"[]\n", "must begin with a header"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(text)
+        with pytest.raises(StoreError, match=words):
+            exchange.import_file(store, path)
+    with pytest.raises(StoreError, match="must be a file"):
+        exchange.import_file(store, tmp_path / "absent")
+    monkeypatch.setattr(exchange, "MAX_FILE_BYTES", 10)
+    with pytest.raises(StoreError, match="at most 10 bytes"):
+        exchange.import_file(store, lines(tmp_path / "large.jsonl"))
+    assert sum(store.counts().values()) == 0
+
+
+def test_a_hostile_database_gives_nothing_but_rejections(tmp_path: Path) -> None:
+    source = TuningStore(tmp_path / "source.db")
+    filled(source)
+    path = tmp_path / "hostile.db"
+    exchange.export_sqlite(source, path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("ALTER TABLE measurements ADD COLUMN code TEXT")
+        connection.execute("UPDATE measurements SET code = 'import os'")
+        connection.execute("CREATE TRIGGER t AFTER INSERT ON measurements BEGIN DELETE FROM devices; END")
+    target = TuningStore()
+    report = exchange.import_file(target, path)
+    assert target.counts()["measurements"] == 0
+    assert any("code" in r for r in report.rejected)
+
+
+def test_shipped_seeds_load_without_a_rejection() -> None:
+    for path in resources.seeds():
+        assert exchange.import_file(TuningStore(), path).rejected == []

@@ -1,0 +1,225 @@
+"""The tuner on fakes: what is tried, what is stored, and what a failure costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autodispatch.device import cpu_device
+from autodispatch.errors import AutodispatchError, DeviceError, UnsupportedProblemError
+from autodispatch.problem import Problem
+from autodispatch.records import DecisionRecord, MeasurementRecord
+from autodispatch.reference import Check
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Progress, Tuner
+from autodispatch.variants import Registry
+from tests.fakes import FakeVariant, FakeWorkbench, registry_of
+
+PROBLEM = Problem(64, 64, 64, "float32")
+CPU = cpu_device()
+
+
+def tuner(store: TuningStore, *variants: FakeVariant, **options: Any) -> Tuner:
+    listener = options.pop("listener", None)
+    return Tuner(store, FakeWorkbench(CPU, **options), Registry(registry_of(*variants)), listener=listener)
+
+
+def by_variant(store: TuningStore, stage: str) -> dict[str, MeasurementRecord]:
+    return {r.variant: r for r in store.measurements(problem=PROBLEM) if r.stage == stage}
+
+
+def leader(store: TuningStore, decision: DecisionRecord) -> MeasurementRecord:
+    found = store.measurement(decision.leader)
+    assert found is not None
+    return found
+
+
+def test_the_fastest_right_candidate_wins_and_everything_measured_is_stored(store: TuningStore) -> None:
+    variants = FakeVariant("fast", speeds=(10, 11)), FakeVariant("slow", "split", (29,), is_library=True)
+    decision = tuner(store, *variants).tune(PROBLEM, effort="full")
+    assert leader(store, decision).variant == "fast"
+    assert leader(store, decision).config == '{"speed":10}'
+    screened = [r for r in store.measurements() if r.stage == "screen"]
+    assert {(r.variant, r.median_us, r.status) for r in screened} == {
+        ("fast", 10.0, "ok"),
+        ("fast", 11.0, "ok"),
+        ("slow", 29.0, "ok"),
+    }
+    assert all(r.relative_error == 1e-4 and r.samples_us for r in screened)
+    assert store.decision(CPU.key, PROBLEM) == decision
+    assert store.counts()["sessions"] == 1
+
+
+def test_finals_hold_the_near_ones_the_best_of_each_path_and_the_library(store: TuningStore) -> None:
+    variants = (
+        FakeVariant("near", speeds=(100, 104, 120)),
+        FakeVariant("other_path", "split", (190,)),
+        FakeVariant("library", "split", (280,), is_library=True),
+    )
+    decision = tuner(store, *variants).tune(PROBLEM, effort="full")
+    finalists = [store.measurement(i) for i in decision.finalists]
+    assert [(r.variant, r.median_us) for r in finalists if r] == [
+        ("near", 100.0),
+        ("near", 104.0),
+        ("other_path", 190.0),
+        ("library", 280.0),
+    ]
+
+
+@pytest.mark.parametrize("status", ["wrong_result", "out_of_bounds"])
+def test_a_wrong_candidate_never_wins_and_is_stored_with_its_reason(store: TuningStore, status: str) -> None:
+    variants = FakeVariant("wrong", speeds=(1,)), FakeVariant("right", speeds=(10,))
+    decision = tuner(store, *variants, checks={"wrong": Check(status, "as the test says", 0.5, 3.0)}).tune(PROBLEM)
+    assert leader(store, decision).variant == "right"
+    record = by_variant(store, "screen")["wrong"]
+    assert (record.status, record.reason, record.median_us) == (status, "as the test says", None)
+    assert record.relative_error == 0.5
+
+
+def test_candidates_that_do_not_build_are_skipped_and_kept_with_the_log(store: TuningStore) -> None:
+    variants = (
+        FakeVariant("broken", build_error="an #error"),
+        FakeVariant("good"),
+        FakeVariant("worse", build_error="x"),
+    )
+    decision = tuner(store, *variants).tune(PROBLEM)
+    assert leader(store, decision).variant == "good"
+    record = by_variant(store, "screen")["broken"]
+    assert record.status == "compile_failed"
+    assert "an #error" in record.reason
+    assert "the log" in record.reason
+
+
+def test_if_all_fail_there_is_an_error_with_the_reasons_and_no_winner(store: TuningStore) -> None:
+    variants = FakeVariant("one", build_error="first reason"), FakeVariant("two")
+    with pytest.raises(AutodispatchError, match=r"(?s)first reason.*wrong_result second reason") as error:
+        tuner(store, *variants, checks={"two": Check("wrong_result", "second reason")}).tune(PROBLEM)
+    assert not isinstance(error.value, DeviceError)
+    assert store.decision(CPU.key, PROBLEM) is None
+    assert len(store.measurements()) == 2
+
+
+def test_a_candidate_without_memory_or_that_cannot_be_launched_is_not_measured_rather_than_slow(
+    store: TuningStore,
+) -> None:
+    variants = FakeVariant("large"), FakeVariant("refused"), FakeVariant("good")
+    checks = {"large": MemoryError("out of memory"), "refused": RuntimeError("invalid configuration")}
+    decision = tuner(store, *variants, checks=checks).tune(PROBLEM)
+    assert leader(store, decision).variant == "good"
+    found = by_variant(store, "screen")
+    assert (found["large"].status, found["large"].median_us) == ("out_of_memory", None)
+    assert found["refused"].status == "launch_failed"
+    assert "invalid configuration" in found["refused"].reason
+
+
+def test_a_candidate_that_ruins_the_device_ends_the_tuning_without_further_records(store: TuningStore) -> None:
+    variants = FakeVariant("good", speeds=(1,)), FakeVariant("poison", speeds=(2,)), FakeVariant("after", speeds=(3,))
+    checks = {"poison": RuntimeError("illegal address")}
+    with pytest.raises(DeviceError, match=r"must survive every candidate.*poison"):
+        tuner(store, *variants, checks=checks, is_healthy=False).tune(PROBLEM)
+    assert {r.variant for r in store.measurements()} == {"good"}
+    assert store.decision(CPU.key, PROBLEM) is None
+
+
+def test_an_interruption_loses_nothing_that_was_finished(store: TuningStore) -> None:
+    def interrupt() -> float:
+        raise KeyboardInterrupt
+
+    variants = [FakeVariant(f"v{i}", speeds=(i + 1,)) for i in range(5)]
+    subject = tuner(store, *variants, times={"v3": interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        subject.tune(PROBLEM)
+    assert {r.variant for r in store.measurements()} == {"v0", "v1", "v2"}
+    assert subject._bench.log[-1] == "unload"  # type: ignore[attr-defined]
+
+
+def test_a_used_up_budget_decides_between_what_was_measured(store: TuningStore) -> None:
+    variants = [FakeVariant(f"v{i}", speeds=(i + 1,)) for i in range(5)]
+    decision = tuner(store, *variants).tune(PROBLEM, budget_s=0.0)
+    assert leader(store, decision).variant == "v0"
+    assert len({r.variant for r in store.measurements()}) == 1
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem(0, 4, 4, "float32"), Problem(4, 0, 4, "float32"), Problem(4, 4, 0, "float32")]
+)
+def test_problems_without_work_are_refused_and_leave_no_record(store: TuningStore, problem: Problem) -> None:
+    with pytest.raises(UnsupportedProblemError, match="must be positive"):
+        tuner(store, FakeVariant("any")).tune(problem)
+    assert sum(store.counts().values()) == 0
+
+
+def test_an_error_that_every_candidate_would_meet_is_raised_before_anything_is_stored(store: TuningStore) -> None:
+    subject = tuner(store, FakeVariant("any"))
+
+    def require() -> None:
+        raise DeviceError("the card is unknown")
+
+    subject._bench.require = require  # type: ignore[method-assign]
+    with pytest.raises(DeviceError):
+        subject.tune(PROBLEM)
+    assert sum(store.counts().values()) == 0
+
+
+def test_a_second_tuning_takes_the_place_of_the_first_decision_and_keeps_its_measurements(store: TuningStore) -> None:
+    def run(**times: float) -> DecisionRecord:
+        fakes: dict[str, Callable[[], float]] = {n: (lambda t=t: t) for n, t in times.items()}
+        return tuner(store, FakeVariant("a"), FakeVariant("b"), times=fakes).tune(PROBLEM)
+
+    assert leader(store, run(a=10.0, b=12.0)).variant == "a"
+    kept = len(store.measurements())
+    assert leader(store, run(a=12.0, b=10.0)).variant == "b"
+    found = store.decision(CPU.key, PROBLEM)
+    assert found is not None
+    assert leader(store, found).variant == "b"
+    assert len(store.measurements()) == 2 * kept
+
+
+def test_a_clear_winner_wins_under_noise_and_outliers(store: TuningStore) -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+
+        def noisy(base: float, rng: random.Random = rng) -> Callable[[], float]:
+            return lambda: base * (1 + abs(rng.gauss(0, 0.03))) * (5 if rng.random() < 0.05 else 1)
+
+        times = {"a": noisy(10.0), "b": noisy(10.02), "c": noisy(9.0)}
+        decision = tuner(store, *(FakeVariant(n) for n in times), times=times).tune(PROBLEM)
+        assert leader(store, decision).variant == "c"
+
+
+def test_quick_keeps_the_defaults_and_the_likely_winners_of_each_path(store: TuningStore) -> None:
+    many = FakeVariant("many", speeds=tuple(range(50, 10, -1)))
+    other = FakeVariant("other", "split", tuple(range(100, 140)), is_library=True)
+    subject = tuner(store, many, other)
+    quick = subject.shortlist(PROBLEM, "quick")
+    speeds = {name: sorted(c.config.speed for c in quick if c.variant.name == name) for name in ("many", "other")}  # type: ignore[attr-defined]
+    assert speeds == {"many": [11, 12, 13, 14, 15, 16, 50], "other": [100, 101, 102, 103, 104, 105]}
+    assert len(subject.shortlist(PROBLEM, "full")) == 80
+
+
+def test_the_listener_hears_every_step(store: TuningStore) -> None:
+    heard: list[Progress] = []
+    tuner(store, FakeVariant("a"), FakeVariant("b"), listener=heard.append).tune(PROBLEM)
+    assert [(p.stage, p.done, p.total) for p in heard] == [
+        ("screen", 0, 2),
+        ("screen", 1, 2),
+        ("screen", 1, 2),
+        ("screen", 2, 2),
+        ("finals", 0, 1),
+        ("finals", 1, 1),
+    ]
+    assert heard[-1].record is not None
+
+
+def test_a_survey_times_all_against_all_and_lists_failures_last(store: TuningStore) -> None:
+    variants = FakeVariant("slow", speeds=(20,)), FakeVariant("fast", speeds=(10,)), FakeVariant("bad", speeds=(1,))
+    results = tuner(store, *variants, checks={"bad": Check("wrong_result", "no")}).survey(PROBLEM, rounds=3)
+    assert [(r.candidate.variant.name, r.check.status) for r in results] == [
+        ("fast", "ok"),
+        ("slow", "ok"),
+        ("bad", "wrong_result"),
+    ]
+    assert store.decision(CPU.key, PROBLEM) is None

@@ -1,0 +1,57 @@
+-- The schema of a tuning database (version 1), for reading. The database is made by the steps in
+-- autodispatch/migrations.py, and a test holds this file to them.
+
+CREATE TABLE devices (
+  key TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, compute_capability TEXT NOT NULL,
+  sm_count INTEGER NOT NULL, memory_gib INTEGER NOT NULL, mig_profile TEXT NOT NULL,
+  l2_bytes INTEGER NOT NULL, shared_bytes_per_block INTEGER NOT NULL, clock_khz INTEGER NOT NULL,
+  bandwidth REAL NOT NULL
+) STRICT;
+
+CREATE TABLE environments (
+  id TEXT PRIMARY KEY, python TEXT NOT NULL, numpy TEXT NOT NULL, autodispatch TEXT NOT NULL,
+  platform TEXT NOT NULL, driver TEXT NOT NULL, cuda_runtime TEXT NOT NULL, nvrtc TEXT NOT NULL, cupy TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE sessions (
+  id TEXT PRIMARY KEY, device_key TEXT NOT NULL REFERENCES devices(key),
+  environment_id TEXT NOT NULL REFERENCES environments(id), started_at TEXT NOT NULL, host TEXT NOT NULL,
+  command TEXT NOT NULL, protocol_version INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE measurements (
+  id TEXT PRIMARY KEY, session_id TEXT NOT NULL REFERENCES sessions(id),
+  device_key TEXT NOT NULL REFERENCES devices(key),
+  m INTEGER NOT NULL, n INTEGER NOT NULL, k INTEGER NOT NULL,
+  dtype TEXT NOT NULL, layout TEXT NOT NULL, alignment INTEGER NOT NULL,
+  activation TEXT NOT NULL, precision TEXT NOT NULL, math TEXT NOT NULL,
+  regime TEXT NOT NULL, stage TEXT NOT NULL, variant TEXT NOT NULL, config TEXT NOT NULL, digest TEXT NOT NULL,
+  status TEXT NOT NULL, reason TEXT NOT NULL,
+  median_us REAL CHECK (median_us > 0), p20_us REAL CHECK (p20_us > 0), p80_us REAL CHECK (p80_us > 0),
+  mad_us REAL CHECK (mad_us >= 0), samples_us TEXT NOT NULL,
+  relative_error REAL, max_error REAL, registers INTEGER, spill_bytes INTEGER, shared_bytes INTEGER,
+  workspace_bytes INTEGER NOT NULL, clock_mhz INTEGER, temperature_c INTEGER, measured_at TEXT NOT NULL,
+  CHECK (status <> 'ok' OR median_us IS NOT NULL)
+) STRICT;
+
+CREATE INDEX measurements_by_problem ON measurements
+  (device_key, n, k, dtype, layout, m);
+
+CREATE TABLE decisions (
+  device_key TEXT NOT NULL REFERENCES devices(key),
+  m INTEGER NOT NULL, n INTEGER NOT NULL, k INTEGER NOT NULL,
+  dtype TEXT NOT NULL, layout TEXT NOT NULL, alignment INTEGER NOT NULL,
+  activation TEXT NOT NULL, precision TEXT NOT NULL, math TEXT NOT NULL,
+  regime TEXT NOT NULL, leader TEXT NOT NULL REFERENCES measurements(id), finalists TEXT NOT NULL,
+  session_id TEXT NOT NULL REFERENCES sessions(id), decided_at TEXT NOT NULL,
+  PRIMARY KEY (device_key, n, k, dtype, layout, alignment, activation, precision, math, regime, m)
+) STRICT;
+
+CREATE TABLE misses (
+  device_key TEXT NOT NULL,
+  m INTEGER NOT NULL, n INTEGER NOT NULL, k INTEGER NOT NULL,
+  dtype TEXT NOT NULL, layout TEXT NOT NULL, alignment INTEGER NOT NULL,
+  activation TEXT NOT NULL, precision TEXT NOT NULL, math TEXT NOT NULL,
+  count INTEGER NOT NULL, last_seen TEXT NOT NULL,
+  PRIMARY KEY (device_key, n, k, dtype, layout, alignment, activation, precision, math, m)
+) STRICT;
