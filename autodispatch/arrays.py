@@ -14,7 +14,23 @@ import numpy as np
 
 from autodispatch.device import import_cupy, on_device
 from autodispatch.errors import UnsupportedProblemError
-from autodispatch.problem import ITEM_BYTES, Matrix, Operands, canonical, row_major, transposed, weight_layout
+from autodispatch.problem import (
+    ACTIVATIONS,
+    ITEM_BYTES,
+    MATHS,
+    PRECISIONS,
+    Matrix,
+    Operands,
+    Problem,
+    alignment,
+    canonical,
+    check_choice,
+    check_shapes,
+    check_size,
+    row_major,
+    transposed,
+    weight_layout,
+)
 
 _ALLOWED = ", ".join(sorted(ITEM_BYTES))
 
@@ -268,6 +284,36 @@ def planned(a: Matrix, b1: Matrix, b2: Matrix, out: Matrix | None, settlement: S
             x = transposed(x)
         found.append(canonical(x._replace(pointer=0, row_stride=x.columns) if name in names else x))
     return Operands(found[0], found[1], found[2], canonical(out))
+
+
+def describe(
+    a: Matrix,
+    b1: Matrix,
+    b2: Matrix,
+    out: Matrix | None,
+    activation: str = "silu",
+    math: str = "exact",
+    precision: str | None = None,
+) -> tuple[Problem, Settlement]:
+    """The problem of a call and what must be copied for it. Raises TypeError or ValueError naming the argument."""
+    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("math", math, MATHS)
+    check_choice("precision", precision or "ieee", PRECISIONS)
+    check_shapes(a, b1, b2, out)
+    settlement = settle(a, b1, b2, out)
+    problem = Problem(
+        m=a.rows,
+        n=b1.columns,
+        k=a.columns,
+        dtype=a.dtype,
+        layout=settlement.layout,
+        alignment=alignment(planned(a, b1, b2, out, settlement)),
+        activation=activation,
+        precision=precision if precision and a.dtype == "float32" else "ieee",
+        math=math,
+    )
+    check_size(problem)
+    return problem, settlement
 
 
 def operands(family: Family, a: Matrix, b1: Matrix, b2: Matrix, out: Matrix, settlement: Settlement) -> Operands:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autodispatch import arrays, exchange, resources
-from autodispatch.arrays import Family, Settlement, family_of
+from autodispatch.arrays import Family, Settlement, describe, family_of
 from autodispatch.device import (
     DeviceInfo,
     cpu_device,
@@ -31,18 +30,7 @@ from autodispatch.errors import (
     StoreError,
     UnsupportedProblemError,
 )
-from autodispatch.problem import (
-    ACTIVATIONS,
-    MATHS,
-    PRECISIONS,
-    Matrix,
-    Problem,
-    alignment,
-    check_choice,
-    check_overlap,
-    check_shapes,
-    check_size,
-)
+from autodispatch.problem import Matrix, Problem, check_overlap
 from autodispatch.records import MeasurementRecord
 from autodispatch.selection import Origin, Selection, select, selections
 from autodispatch.settings import Settings
@@ -368,36 +356,6 @@ class Dispatcher:
         raise cause
 
 
-def describe(
-    a: Matrix,
-    b1: Matrix,
-    b2: Matrix,
-    out: Matrix | None,
-    activation: str = "silu",
-    math: str = "exact",
-    precision: str | None = None,
-) -> tuple[Problem, Settlement]:
-    """The problem of a call and what must be copied for it. Raises TypeError or ValueError naming the argument."""
-    check_choice("activation", activation, ACTIVATIONS)
-    check_choice("math", math, MATHS)
-    check_choice("precision", precision or "ieee", PRECISIONS)
-    check_shapes(a, b1, b2, out)
-    settlement = arrays.settle(a, b1, b2, out)
-    problem = Problem(
-        m=a.rows,
-        n=b1.columns,
-        k=a.columns,
-        dtype=a.dtype,
-        layout=settlement.layout,
-        alignment=alignment(arrays.planned(a, b1, b2, out, settlement)),
-        activation=activation,
-        precision=precision if precision and a.dtype == "float32" else "ieee",
-        math=math,
-    )
-    check_size(problem)
-    return problem, settlement
-
-
 def _empty(family: Family, problem: Problem, like: Matrix) -> Matrix:
     return family.matrix("out", family.empty(problem.m, problem.n, like))
 
@@ -436,6 +394,3 @@ def configure(settings: Settings) -> None:
     """Gives the process's own dispatcher other settings, and forgets what it had planned and opened."""
     _default.close()
     _default._settings = settings
-
-
-__all__: Sequence[str] = ["Dispatcher", "Explanation", "configure", "describe", "explain", "run"]

@@ -180,7 +180,7 @@ def check_overlap(out: Matrix, inputs: tuple[tuple[str, Matrix], ...]) -> None:
 
 
 def _overlaps_itself(x: Matrix) -> bool:
-    if x.rows <= 1 and x.columns <= 1:
+    if x.rows * x.columns <= 1:
         return False
     strides = sorted((abs(s), size) for s, size in ((x.row_stride, x.rows), (x.column_stride, x.columns)) if size > 1)
     reach = 0

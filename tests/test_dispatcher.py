@@ -37,7 +37,7 @@ def truth(a: Any, b1: Any, b2: Any) -> Any:
 
 
 def assert_right(out: Any, a: Any, b1: Any, b2: Any) -> None:
-    np.testing.assert_allclose(out, truth(a, b1, b2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out, truth(a, b1, b2), rtol=1e-4, atol=1e-4)
 
 
 def tune(d: Dispatcher, problem: Problem) -> None:

@@ -99,8 +99,7 @@ def test_silu_takes_its_limits_and_keeps_its_tail() -> None:
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 @pytest.mark.parametrize("alignment", [4, 8, 16])
 def test_inputs_have_exactly_the_problems_layout_and_alignment(dtype: str, layout: str, alignment: int) -> None:
-    from autodispatch.arrays import NumpyFamily
-    from autodispatch.dispatcher import describe
+    from autodispatch.arrays import NumpyFamily, describe
 
     problem = Problem(9, 21, 13, dtype, layout, alignment)
     inputs = make_inputs(problem, CPU)

@@ -191,10 +191,12 @@ def test_the_model_uses_the_devices_attributes() -> None:
     assert heuristics.predict(candidate, large, like(A100, sm_count=54)).total > 1.5 * base.total
     assert heuristics.predict(candidate, large, like(A100, clock_khz=850_000)).total > 1.5 * base.total
     small = Problem(16, 8192, 8192, "float16")
+    candidate = VARIANTS["fused_mma"].candidate(small, A100)
+    assert candidate is not None
     by_memory = heuristics.predict(candidate, small, A100)
     assert by_memory.bound == "memory"
     assert heuristics.predict(candidate, small, like(A100, bandwidth=5e11)).memory > 1.5 * by_memory.memory
-    assert heuristics.predict(candidate, large, like(A100, name="Renamed")) == base
+    assert heuristics.predict(candidate, small, like(A100, name="Renamed")) == by_memory
 
 
 def test_the_model_prefers_tensor_cores_to_fp32_units_and_small_tiles_for_few_rows() -> None:

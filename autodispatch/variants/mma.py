@@ -12,7 +12,6 @@ from autodispatch.problem import Problem
 from autodispatch.variants.base import KERNEL_TYPES, Unit, Work
 
 _GROUP_M = 8
-_MAX_ACCUMULATORS = 128  # fp32 values per thread that leave enough of 255 registers for fragments and addresses
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ def config_space(
             restriction("8 warps for blocks of 16384 accumulators or more")(
                 lambda c, p, d: c.num_warps == 4 or products * c.tile_m * c.tile_n >= 16384
             ),
-            restriction(f"at most {_MAX_ACCUMULATORS} accumulators per thread")(
-                lambda c, p, d: c.accumulators(products) <= _MAX_ACCUMULATORS
+            restriction("at most 128 accumulators per thread, 96 where a warp spans over 64 columns")(
+                lambda c, p, d: c.accumulators(products) <= (128 if products * c.tile_n <= 64 * c.warps_n else 96)
             ),
             restriction("the device's shared memory per block")(
                 lambda c, p, d: c.shared_bytes(products) <= d.shared_bytes_per_block

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autodispatch.arrays import CupyFamily
+from autodispatch.arrays import CupyFamily, describe
 from autodispatch.device import DeviceInfo, cuda_device
-from autodispatch.dispatcher import Dispatcher, describe
+from autodispatch.dispatcher import Dispatcher
 from autodispatch.reference import compare, decode, encode, reference
 from autodispatch.variants import VARIANTS
 

@@ -1,0 +1,214 @@
+"""The command line: what it prints, what it stores, and exit codes that a script can rely on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autodispatch import cli
+from autodispatch.benchmark import FINAL_ROUNDS
+from autodispatch.shapes import LADDER, from_hf_config, parse_shape, parse_sizes, problems
+from autodispatch.store import TuningStore
+
+RUNNER = CliRunner()
+CPU = ["--device", "cpu"]
+
+
+def run(*words: str, expect: int = 0) -> Any:
+    result = RUNNER.invoke(cli.app, list(words), env={"COLUMNS": "200"})
+    assert result.exit_code == expect, result.output + str(result.exception)
+    return result
+
+
+def tuned(*shapes: str) -> None:
+    run("tune", *shapes, *CPU, "--quiet")
+
+
+def test_tune_stores_and_list_and_explain_show_it() -> None:
+    result = run("tune", "8,32,16", "16,32,16", *CPU)
+    assert "[2/2] 16,32,16 float32 kn:" in result.output
+    listed = run("list").output
+    assert "8,32,16 float32 kn" in listed
+    assert "user" in listed
+    rows = json.loads(run("list", "--json").stdout)
+    assert [(r["m"], r["n"], r["k"], r["stale"], r["layer"]) for r in rows] == [
+        (8, 32, 16, False, "user"),
+        (16, 32, 16, False, "user"),
+    ]
+    assert all(r["median_us"] > 0 and r["gain_over_other_path"] > 0 for r in rows)
+    assert "tuned: measured" in run("explain", "8,32,16", *CPU).output
+    (explained,) = json.loads(run("explain", "9,32,16", *CPU, "--json").stdout)
+    assert explained["origin"] == "bucket"
+    assert explained["alternatives"]
+
+
+def test_list_shows_every_measurement_where_asked() -> None:
+    tuned("8,32,16")
+    assert "cpu_split" in run("list", "--measurements").output
+    records = json.loads(run("list", "--measurements", "--json").stdout)
+    assert {r["stage"] for r in records} == {"screen", "final"}
+    assert max(len(r["samples_us"]) for r in records if r["stage"] == "final") == FINAL_ROUNDS
+
+
+def test_an_empty_list_says_what_to_run() -> None:
+    assert "autodispatch tune M,N,K" in run("list").output
+    assert json.loads(run("list", "--json").stdout) == []
+
+
+def test_bench_times_all_against_all_and_stores_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    result = run("bench", "8,32,16", *CPU, "--rounds", "2", "--output", str(output))
+    assert "cpu_split" in result.output
+    assert "vs library" in result.output
+    content = json.loads(output.read_text())
+    (survey,) = content["surveys"]
+    assert survey["library"] == "cpu_split"
+    assert {r["status"] for r in survey["results"]} == {"ok"}
+    assert {r["path"] for r in survey["results"]} == {"split", "fused"}
+    printed = json.loads(run("bench", "8,32,16", *CPU, "--rounds", "1", "--full", "--json").stdout)
+    assert len(printed["surveys"][0]["results"]) == 10
+    assert json.loads(run("list", "--json").stdout) == []
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.db"])
+def test_export_and_import_carry_the_records(tmp_path: Path, name: str) -> None:
+    tuned("8,32,16")
+    path = tmp_path / name
+    assert "records written" in run("export", str(path)).output
+    other = str(tmp_path / "other.db")
+    assert "kept: 0; rejected: 0" in run("import", str(path), "--database", other).output
+    assert "added: nothing" in run("import", str(path), "--database", other).output
+    assert json.loads(run("list", "--json", "--database", other).stdout)[0]["m"] == 8
+
+
+def test_info_names_the_device_and_what_can_be_built() -> None:
+    content = json.loads(run("info", *CPU, "--json").stdout)
+    assert content["device"]["kind"] == "cpu"
+    assert content["variants"]["cpu_fused"]["float32"] == "yes"
+    assert set(content["variants"]) == {"cpu_fused", "cpu_split"}
+    assert content["key"] in run("info", *CPU).output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tune"],
+        ["tune", "8,32"],
+        ["tune", "8,32,x"],
+        ["tune", "0,32,16"],
+        ["tune", "--m", "1,2"],
+        ["tune", "8,32,16", "--dtype", "float64"],
+        ["tune", "8,32,16", "--layout", "mn"],
+        ["tune", "8,32,16", "--effort", "some"],
+        ["tune", "8,32,16", "--device", "tpu"],
+        ["tune", "--hf-config", "absent.json"],
+        ["bench", "8,32,16", "--rounds", "0"],
+        ["export", "x.csv"],
+        ["nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(words: list[str]) -> None:
+    run(*words, *(CPU if "--device" not in words and words[0] in ("tune", "bench") else []), expect=2)
+
+
+def test_export_without_a_database_is_wrong_usage(tmp_path: Path) -> None:
+    result = run("export", str(tmp_path / "x.jsonl"), expect=2)
+    assert "there is no tuning database" in result.output
+
+
+def test_a_bad_setting_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTODISPATCH_MODE", "sometimes")
+    assert "AUTODISPATCH_MODE must be one of" in run("list", expect=2).output
+
+
+def test_a_failure_exits_with_1_and_a_message(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("nothing")
+    words = [sys.executable, "-m", "autodispatch", "import", str(bad)]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "StoreError" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_interruption_exits_with_130_and_keeps_what_was_finished(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autodispatch.tuner import Tuner
+
+    tune = Tuner.tune
+
+    def interrupted_at_the_second(self: Tuner, problem: Any, **options: Any) -> Any:
+        if problem.m == 16:
+            raise KeyboardInterrupt
+        return tune(self, problem, **options)
+
+    monkeypatch.setattr(Tuner, "tune", interrupted_at_the_second)
+    monkeypatch.setattr(sys, "argv", ["autodispatch", "tune", "8,32,16", "16,32,16", *CPU])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130
+    assert TuningStore(tmp_path / "tuning.db").counts()["decisions"] == 1
+
+
+def test_demo_tunes_dispatches_checks_and_explains() -> None:
+    result = run("demo", *CPU)
+    assert result.output.count("tuned: measured") == 3
+    assert result.output.count("against float64") == 3
+    assert "the best of the other path" in result.output
+
+
+def test_help_is_there_for_every_command() -> None:
+    for command in ("demo", "info", "tune", "list", "explain", "bench", "export", "import"):
+        assert "Usage" in run(command, "--help").output
+
+
+# shapes
+
+
+def test_shapes_and_lists_of_sizes() -> None:
+    assert parse_shape("1, 2,3") == (1, 2, 3)
+    assert parse_sizes("1,16") == (1, 16)
+    for text in ("", "1,2", "1,2,3,4", "a,b,c", "-1,2,3", "1.5,2,3"):
+        with pytest.raises(ValueError, match="must be M,N,K"):
+            parse_shape(text)
+
+
+def test_problems_are_every_combination_once() -> None:
+    found = problems([(1, 2, 3), (1, 2, 3), (4, 5, 6)], ["float16", "bfloat16"], ["kn", "nk"])
+    assert len(found) == len(set(found)) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_size": 1536, "intermediate_size": 8960, "hidden_act": "silu"}, (8960, 1536)),
+        ({"text_config": {"hidden_size": 64, "intermediate_size": 128}}, (128, 64)),
+        ({"hidden_size": 64, "intermediate_size": 999, "moe_intermediate_size": 96}, (96, 64)),
+    ],
+)
+def test_a_hugging_face_config_gives_n_and_k(tmp_path: Path, config: dict[str, Any], expected: tuple[int, int]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert from_hf_config(path) == expected
+    result = json.loads(run("explain", "--hf-config", str(path), *CPU, "--json").stdout)
+    assert [(e["problem"]["m"], e["problem"]["n"], e["problem"]["k"]) for e in result] == [
+        (m, *expected) for m in LADDER
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "nonsense", '{"hidden_size": 4, "intermediate_size": 8, "hidden_act": "gelu"}']
+)
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="must"):
+        from_hf_config(path)
