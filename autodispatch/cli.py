@@ -41,7 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 200)  # a file or pipe gets whole lines
 messages = Console(stderr=True)
 
 Shapes = Annotated[list[str] | None, typer.Argument(metavar="M,N,K...", help="Shapes: out is M x N, a is M x K.")]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# tests run side by side; threads of BLAS that wait for each other would only stand in the way
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import logging
 from collections.abc import Iterator
 from pathlib import Path
