@@ -17,6 +17,8 @@ from autodispatch.variants.base import FUSED, Candidate, Unit, Work
 
 LAUNCH_S = 3e-6
 _L2_BYTES_PER_CLOCK_AND_SM = 48.0
+_WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
+_WGMMA_FIXED_CYCLES = 10_000.0  # measured on an H200; docs/kernels.md takes it apart
 _BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
 
 
@@ -44,6 +46,8 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
         return _predict_cpu(candidate, work, problem, device)
     clock = device.clock_khz * 1e3 or 1.5e9
     bandwidth = 0.88 * device.bandwidth or 5e11
+    if work.unit is Unit.WGMMA:
+        return _predict_wgmma(candidate, work, problem, device, clock, bandwidth)
     per_sm = ceil_div(work.blocks, device.sm_count)
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
     arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
@@ -53,15 +57,35 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
     resident = min(per_sm, _blocks_per_sm(work, device))
     in_flight = active * resident * (work.shared_bytes or 4096)
     memory = problem.bytes_moved / min(bandwidth, in_flight / _BYTES_LATENCY_S)
-    intermediate = 0.0
-    if candidate.variant.path != FUSED:
-        crossing = 2.0 * candidate.variant.workspace_bytes(candidate.config, problem)
-        # what fits into L2 comes back from there
-        intermediate = crossing / bandwidth * (1.0 if crossing / 2 > device.l2_bytes / 2 else 0.4)
+    intermediate = _crossing(candidate, problem, device, bandwidth)
     launches = work.launches * LAUNCH_S
     return Estimate(
         launches + max(arithmetic, l2, memory) + intermediate, launches, arithmetic, l2, memory, intermediate
     )
+
+
+def _predict_wgmma(
+    candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float
+) -> Estimate:
+    """A persistent kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for
+    the first bytes and the last store; where it only streams the weights, their bytes and the start."""
+    rounds = ceil_div(work.blocks, device.sm_count)
+    k_blocks = ceil_div(problem.k, 64)
+    cycles = rounds * k_blocks * work.tile_m * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
+    arithmetic = cycles / clock
+    fixed = _WGMMA_FIXED_CYCLES / clock
+    memory = problem.bytes_moved / bandwidth
+    intermediate = _crossing(candidate, problem, device, bandwidth)
+    launches = (work.launches - 1) * LAUNCH_S + fixed
+    return Estimate(launches + max(arithmetic, memory) + intermediate, launches, arithmetic, 0.0, memory, intermediate)
+
+
+def _crossing(candidate: Candidate, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:
+    """Seconds for c1 and c2 on their way out and back; what fits into L2 comes back from there."""
+    if candidate.variant.path == FUSED:
+        return 0.0
+    nbytes = 2.0 * candidate.variant.workspace_bytes(candidate.config, problem)
+    return nbytes / bandwidth * (1.0 if nbytes / 2 > device.l2_bytes / 2 else 0.4)
 
 
 def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) -> list[Candidate]:

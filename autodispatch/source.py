@@ -97,5 +97,5 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _type(argument: str) -> str:
-    words = re.sub(r"\b(const|__restrict__)\b", "", argument).replace("*", " * ").split()
+    words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", "", argument).replace("*", " * ").split()
     return " ".join(words[:-1]).replace(" *", "*")

@@ -49,6 +49,9 @@ def assert_builds_cleanly(all_specs: list[KernelSpec], device: DeviceInfo) -> No
 @pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
 @pytest.mark.parametrize("name", TEMPLATED)
 def test_every_config_builds_on_every_architecture(name: str, device: DeviceInfo) -> None:
+    if name.endswith("wgmma") and device.compute_capability != (9, 0):
+        assert not specs(name, device, all_forms=False)
+        return
     assert_builds_cleanly(specs(name, device, all_forms=False), device)
 
 

@@ -58,28 +58,20 @@ def test_a_missing_or_unknown_template_value_is_refused() -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_parameters_are_pointers_and_64_bit_sizes_only(name: str) -> None:
     types = source.load(name).arguments
-    assert set(types) <= {"T*", "C*", "float*", "long long"}
+    assert set(types) <= {"T*", "C*", "float*", "long long", "TensorMap"}
     assert launch.pointer(2**63).dtype == np.uint64
     assert launch.size(2**31 + 1).dtype == np.int64
 
 
 @pytest.mark.parametrize(
-    ("name", "pointers", "sizes"),
-    [
-        ("fused_mma", 4, 7),
-        ("fused_simt", 4, 7),
-        ("split_mma", 5, 7),
-        ("split_simt", 5, 7),
-        ("activation_product", 3, 4),
-    ],
+    "name",
+    ["fused_mma", "fused_simt", "fused_wgmma", "split_mma", "split_simt", "split_wgmma", "activation_product"],
 )
-def test_argument_tuples_match_the_signatures(
-    monkeypatch: pytest.MonkeyPatch, name: str, pointers: int, sizes: int
-) -> None:
+def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from autodispatch.compiler import CompiledKernel, Resources
     from autodispatch.problem import Matrix, Operands
-    from autodispatch.variants import activation_product as second
-    from autodispatch.variants import base, executables
+    from autodispatch.variants import base, wgmma
+    from autodispatch.variants import fused_wgmma as with_output_map
 
     launched: list[tuple[str, tuple[object, ...]]] = []
 
@@ -91,8 +83,11 @@ def test_argument_tuples_match_the_signatures(
             kernel,
         )
 
-    monkeypatch.setattr(executables, "compile_kernel", fake)
-    monkeypatch.setattr(second, "compile_kernel", fake)
+    for module in ("activation_product", "executables", "fused_wgmma", "split_wgmma"):
+        monkeypatch.setattr(f"autodispatch.variants.{module}.compile_kernel", fake)
+    encoded = np.zeros(128, np.uint8).view("V128")
+    monkeypatch.setattr(wgmma, "tensor_map", lambda *_: encoded)
+    monkeypatch.setattr(with_output_map, "tensor_map", lambda *_: encoded)
     problem = Problem(64, 64, 64, "float16")
     variant = VARIANTS[name if name != "activation_product" else "split_simt"]
     x = Matrix(4096, 64, 64, 64, 1, "float16", 0, None)
@@ -100,8 +95,9 @@ def test_argument_tuples_match_the_signatures(
     assert candidate is not None
     candidate.executable(problem, H200)(base.Call(Operands(x, x, x, x), 8192, None))
     arguments = dict(launched)[name]
-    assert [type(a) for a in arguments] == [np.uint64] * pointers + [np.int64] * sizes
-    assert len(source.load(name).arguments) == len(arguments)
+    dtypes = {"long long": np.dtype(np.int64), "TensorMap": np.dtype("V128")}
+    expected = [dtypes.get(t, np.dtype(np.uint64)) for t in source.load(name).arguments]
+    assert [a.dtype for a in arguments] == expected  # type: ignore[attr-defined]
 
 
 def test_the_digest_covers_the_text_and_every_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +115,7 @@ def test_ptx_stands_in_headers_that_are_named_by_role() -> None:
     with_ptx = {
         p.stem for p in (source.include_folder() / "autodispatch").glob("*.cuh") if re.search(r"\basm\b", p.read_text())
     }
-    assert with_ptx == {"types", "copy", "mma"}
+    assert with_ptx == {"types", "copy", "mma", "barrier", "tma", "wgmma"}
 
 
 def test_kernels_are_found_as_package_resources() -> None:

@@ -10,12 +10,25 @@ from autodispatch.variants.base import Call, Candidate, Executable, Variant
 from autodispatch.variants.cpu import CpuFused, CpuSplit
 from autodispatch.variants.fused_mma import FusedMma
 from autodispatch.variants.fused_simt import FusedSimt
+from autodispatch.variants.fused_wgmma import FusedWgmma
 from autodispatch.variants.split_cublas import SplitCublas
 from autodispatch.variants.split_mma import SplitMma
 from autodispatch.variants.split_simt import SplitSimt
+from autodispatch.variants.split_wgmma import SplitWgmma
 
 VARIANTS: dict[str, Variant] = {
-    v.name: v for v in (FusedMma(), SplitMma(), SplitCublas(), FusedSimt(), SplitSimt(), CpuFused(), CpuSplit())
+    v.name: v
+    for v in (
+        FusedWgmma(),
+        SplitWgmma(),
+        FusedMma(),
+        SplitMma(),
+        FusedSimt(),
+        SplitSimt(),
+        SplitCublas(),
+        CpuFused(),
+        CpuSplit(),
+    )
 }
 
 

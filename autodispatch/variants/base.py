@@ -33,6 +33,7 @@ class Call(NamedTuple):
 class Unit(Enum):
     """What the products run on."""
 
+    WGMMA = "tensor cores by wgmma"
     TENSOR = "tensor cores by mma.sync"
     FP32 = "fp32 units"
     LIBRARY = "the library's choice"

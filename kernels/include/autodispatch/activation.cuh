@@ -10,6 +10,6 @@ struct silu {
     const float finite = x == -__int_as_float(0x7f800000) ? -3.4028235e38f : x;  // a comparison lets NaN through
     const float h = expf(-0.5f * fabsf(finite));
     const float e = h * h;
-    return (finite < 0.0f ? (finite * h) * h : finite) / (1.0f + e);
+    return __fdividef(finite < 0.0f ? (finite * h) * h : finite, 1.0f + e);  // the divisor lies in [1, 2]
   }
 };

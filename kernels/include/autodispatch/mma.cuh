@@ -19,6 +19,20 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
                : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+// Stores what load_matrix loads: four, or two, 8x8 matrices.
+__device__ __forceinline__ void store_matrix_x4(void* row, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void store_matrix_x2(void* row, unsigned r0, unsigned r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(r0), "r"(r1)
+               : "memory");
+}
+#endif
+
 // d += a * b for a 16x16 row-major `a` and a 16x8 column-major `b`. Compute capability 7.5 has the k = 8 form only.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);

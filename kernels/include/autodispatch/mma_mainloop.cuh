@@ -162,14 +162,3 @@ struct MmaMainloop {
         for (int half = 0; half < 2; ++half) visit(row + i * 16 + half * 8, column + j * 8, i, j, half * 2);
   }
 };
-
-// Stores two neighbouring elements as one access where both lie inside the row, else those that do. `column` is even
-// and rows begin at a multiple of two elements.
-template <typename T>
-__device__ __forceinline__ void store_pair(T* row, long long column, long long columns, float first, float second) {
-  if (column + 1 < columns) {
-    *reinterpret_cast<Pack<T, 2>*>(row + column) = {{from_float<T>(first), from_float<T>(second)}};
-  } else if (column < columns) {
-    row[column] = from_float<T>(first);
-  }
-}

@@ -52,8 +52,38 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return y;
 }
 
+template <typename T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
+
+#if __CUDA_ARCH__ >= 800
+// Two values rounded to 16 bits, the first in the lower half.
+template <typename T>
+__device__ __forceinline__ unsigned pack_pair(float first, float second) {
+  unsigned pair;
+  if constexpr (is_bf16<T>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  }
+  return pair;
+}
+#endif
+
 // N consecutive elements that move as one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T values[N];
 };
+
+// Stores two neighbouring elements as one access where both lie inside the row, else those that do. `column` is even
+// and rows begin at a multiple of two elements.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* row, long long column, long long columns, float first, float second) {
+  if (column + 1 < columns) {
+    *reinterpret_cast<Pack<T, 2>*>(row + column) = {{from_float<T>(first), from_float<T>(second)}};
+  } else if (column < columns) {
+    row[column] = from_float<T>(first);
+  }
+}

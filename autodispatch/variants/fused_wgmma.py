@@ -1,0 +1,124 @@
+"""fused_wgmma: Hopper's ping-pong kernel, one wide wgmma over [gate tile | up tile], one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.config import Config, ConfigSpace, Restriction
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import LaunchConfig, size
+from autodispatch.problem import Matrix, Problem
+from autodispatch.source import load
+from autodispatch.tensor_map import tensor_map
+from autodispatch.variants.base import FUSED, Call, Executable, Variant, Work
+from autodispatch.variants.wgmma import (
+    REQUIREMENTS,
+    THREADS,
+    WgmmaConfig,
+    activations_map,
+    restrictions,
+    weight_map,
+)
+
+_MAX_M_FOR_HINTS = 1024
+
+
+@dataclass(frozen=True)
+class FusedWgmmaConfig(WgmmaConfig):
+    """Tunables of fused_wgmma; `l2_hints` 1 keeps a in L2 and streams the weights."""
+
+    l2_hints: int
+
+    def shared_bytes(self) -> int:
+        barriers = self.num_stages * 16
+        return 1024 + self.num_stages * self.stage_bytes(2) + 2 * self.tile_n * 128 + barriers
+
+
+def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
+    """The fewest rounds of tile columns over the SMs; of equal ones the widest tile."""
+    tile_m = 64 if problem.m <= 64 else 128
+    widths = (96, 64) if problem.layout == "kn" else (96, 80, 72, 64)
+
+    def cost(width: int) -> int:
+        tiles = -(-problem.m // tile_m) * -(-problem.n // width)
+        return -(-tiles // device.sm_count) * width
+
+    tile_n = min(widths, key=cost)
+    group_m = 16 if problem.layout == "nk" and tile_n != 64 and problem.m > 8 * tile_m else 8
+    hints = 1 if problem.m <= 512 else 0
+    for stages in range(8, 1, -1):
+        config = FusedWgmmaConfig(tile_m, tile_n, stages, group_m, hints)
+        if config.shared_bytes() <= device.shared_bytes_per_block:
+            break
+    return config
+
+
+class FusedWgmma(Variant):
+    name = "fused_wgmma"
+    path = FUSED
+    kind = "cuda"
+    space = ConfigSpace(
+        FusedWgmmaConfig,
+        {
+            "tile_m": (64, 128),
+            "tile_n": (64, 72, 80, 96),
+            "num_stages": (4, 5, 6, 7, 8),
+            "group_m": (8, 16),
+            "l2_hints": (0, 1),
+        },
+        (
+            Restriction(
+                lambda c, p, d: p.layout == "nk" or c.tile_n in (64, 96),
+                "whole boxes of 32 or 64 columns for kn weights",
+            ),
+            Restriction(
+                lambda c, p, d: not c.l2_hints or p.m <= _MAX_M_FOR_HINTS, f"m of at most {_MAX_M_FOR_HINTS} for hints"
+            ),
+            *restrictions(FusedWgmmaConfig.shared_bytes, 2),
+        ),
+    )
+    requirements = REQUIREMENTS
+    sources = ("fused_wgmma",)
+
+    def default(self, problem: Problem, device: DeviceInfo) -> Config:
+        return _default(problem, device)
+
+    def work(self, config: FusedWgmmaConfig, problem: Problem) -> Work:
+        return config.work(problem, 2, config.shared_bytes())
+
+    def spec(self, config: FusedWgmmaConfig, problem: Problem) -> KernelSpec:
+        values = {**config.template_values(problem), "Activation": problem.activation, "L2Hints": config.l2_hints}
+        return KernelSpec(load("fused_wgmma"), tuple(values.items()), architecture_features=True)
+
+    def executable(self, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
+        return _FusedWgmma(self.spec(config, problem), config, problem, device)
+
+
+class _FusedWgmma(Executable):
+    def __init__(self, spec: KernelSpec, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> None:
+        self._config = config
+        self._layout = problem.layout
+        self.shared_bytes = config.shared_bytes()
+        blocks = min(config.tiles(problem), device.sm_count)
+        self._launch = LaunchConfig((blocks, 1), THREADS, self.shared_bytes)
+        self._kernel = compile_kernel(spec, device, self.shared_bytes)
+        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
+        self.resources = self._kernel.resources
+
+    def __call__(self, call: Call) -> None:
+        a, b1, b2, out = call.operands
+        c = self._config
+        maps = (
+            activations_map(a, c.tile_m),
+            weight_map(b1, self._layout, c.tile_n),
+            weight_map(b2, self._layout, c.tile_n),
+            out_map(out, c.tile_n),
+        )
+        self._kernel(self._launch, (*maps, *self._sizes), call.stream)
+
+
+def out_map(out: Matrix, tile_n: int) -> object:
+    """Blocks of 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
+    swizzle = 128 if tile_n == 64 else 0
+    return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, 64, tile_n, swizzle)

@@ -1,0 +1,101 @@
+"""split_wgmma: the main loop of fused_wgmma over the tiles of both products, then the activation product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.config import Config, ConfigSpace, Restriction
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import LaunchConfig, pointer, size
+from autodispatch.problem import Problem
+from autodispatch.source import load
+from autodispatch.variants.activation_product import ActivationProduct, Intermediate, intermediate_dtypes
+from autodispatch.variants.base import KERNEL_TYPES, SPLIT, Call, Executable, Variant, Work
+from autodispatch.variants.wgmma import (
+    REQUIREMENTS,
+    THREADS,
+    WgmmaConfig,
+    activations_map,
+    restrictions,
+    weight_map,
+)
+
+
+@dataclass(frozen=True)
+class SplitWgmmaConfig(WgmmaConfig):
+    """Tunables of split_wgmma; `intermediate` is the type of c1 and c2."""
+
+    intermediate: str
+
+    def shared_bytes(self) -> int:
+        return 1024 + self.num_stages * (self.stage_bytes(1) + 16)
+
+
+class SplitWgmma(Variant):
+    name = "split_wgmma"
+    path = SPLIT
+    kind = "cuda"
+    space = ConfigSpace(
+        SplitWgmmaConfig,
+        {
+            "tile_m": (64, 128),
+            "tile_n": (128, 192, 256),
+            "num_stages": (5, 6, 7, 8),
+            "group_m": (8, 16),
+            "intermediate": ("float32", "bfloat16"),
+        },
+        (
+            Restriction(
+                lambda c, p, d: c.intermediate in intermediate_dtypes(p), 'math="fast" for bfloat16 intermediates'
+            ),
+            *restrictions(SplitWgmmaConfig.shared_bytes, 1),
+        ),
+    )
+    requirements = REQUIREMENTS
+    sources = ("split_wgmma", "activation_product")
+
+    def default(self, problem: Problem, device: DeviceInfo) -> Config:
+        if problem.m <= 64:
+            return SplitWgmmaConfig(64, 128, 8, 8, "float32")
+        return SplitWgmmaConfig(128, 192, 5, 8, "float32")
+
+    def work(self, config: SplitWgmmaConfig, problem: Problem) -> Work:
+        return config.work(problem, 1, config.shared_bytes())
+
+    def workspace_bytes(self, config: SplitWgmmaConfig, problem: Problem) -> int:
+        return Intermediate(problem, config.intermediate).total_bytes
+
+    def spec(self, config: SplitWgmmaConfig, problem: Problem) -> KernelSpec:
+        values = {**config.template_values(problem), "C": KERNEL_TYPES[config.intermediate]}
+        return KernelSpec(load("split_wgmma"), tuple(values.items()), architecture_features=True)
+
+    def executable(self, config: SplitWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
+        return _SplitWgmma(self.spec(config, problem), config, problem, device)
+
+
+class _SplitWgmma(Executable):
+    def __init__(self, spec: KernelSpec, config: SplitWgmmaConfig, problem: Problem, device: DeviceInfo) -> None:
+        self._config = config
+        self._layout = problem.layout
+        self._intermediate = Intermediate(problem, config.intermediate)
+        self._activation_product = ActivationProduct(problem, device, self._intermediate)
+        self.shared_bytes = config.shared_bytes()
+        blocks = min(2 * config.tiles(problem), device.sm_count)
+        self._launch = LaunchConfig((blocks, 1), THREADS, self.shared_bytes)
+        self._kernel = compile_kernel(spec, device, self.shared_bytes)
+        self._sizes = tuple(size(x) for x in (problem.m, problem.n, problem.k, self._intermediate.leading_dimension))
+        self.workspace_bytes = self._intermediate.total_bytes
+        self.resources = self._kernel.resources
+
+    def __call__(self, call: Call) -> None:
+        a, b1, b2, out = call.operands
+        c = self._config
+        maps = (
+            activations_map(a, c.tile_m),
+            weight_map(b1, self._layout, c.tile_n),
+            weight_map(b2, self._layout, c.tile_n),
+        )
+        c1, c2 = call.workspace, call.workspace + self._intermediate.matrix_bytes
+        self._kernel(self._launch, (*maps, pointer(c1), pointer(c2), *self._sizes), call.stream)
+        self._activation_product(call.workspace, out, call.stream)

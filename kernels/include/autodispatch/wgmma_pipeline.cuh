@@ -1,0 +1,142 @@
+// The producer and the products of the Hopper kernels: TMA into a ring of stages, wgmma out of it.
+//
+// A stage holds 64 of k: TileM rows of a (K-major, 128-byte swizzle), then each weight's TileN columns, side by side, so
+// that one wgmma of width NumProducts * TileN spans them. Weights stored (n, k) are K-major like a. Weights stored (k, n)
+// are MN-major: they come in atoms of AtomN columns by 64 of k, one TMA box each, and the hardware transposes them.
+// `full[s]` completes when a stage's bytes have arrived, `empty[s]` when the warpgroup that read it is done.
+#pragma once
+
+#include "autodispatch/tma.cuh"
+#include "autodispatch/wgmma.cuh"
+
+// A place in the ring: the stage, and the parity of the phase it is in.
+template <int NumStages>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void advance(int count) {
+    stage += count;
+    parity ^= static_cast<unsigned>(stage / NumStages) & 1u;
+    stage %= NumStages;
+  }
+
+  __device__ __forceinline__ void next() {
+    if (++stage == NumStages) {
+      stage = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+template <typename T, WeightLayout Layout, int TileM, int TileN, int NumStages, int NumProducts>
+struct WgmmaPipeline {
+  static constexpr int TileK = 64;
+  static constexpr int Width = NumProducts * TileN;
+  static constexpr int RowBlocks = TileM / 64;
+  static constexpr int AtomN = TileN % 64 == 0 ? 64 : 32;  // of MN-major weights
+  static constexpr int WeightBytes = TileN * TileK * 2;
+  static constexpr int StageBytes = TileM * TileK * 2 + NumProducts * WeightBytes;
+
+  static_assert(sizeof(T) == 2, "wgmma here takes 16-bit elements");
+  static_assert(TileM == 64 || TileM == 128, "TileM must be 64 or 128");
+  static_assert(TileN % 8 == 0, "TileN must be a multiple of 8");
+  static_assert(Layout == nk || TileN % 32 == 0, "MN-major weights come in atoms of 32 or 64 columns");
+  static_assert(NumStages >= 2, "the ring needs two stages");
+
+  using Position = RingPosition<NumStages>;
+  using Accumulators = float[RowBlocks][Width / 2];
+
+  char* stages;  // aligned to 1024 bytes
+  Barrier* full;
+  Barrier* empty;
+
+  __device__ __forceinline__ void init() const {
+#pragma unroll
+    for (int s = 0; s < NumStages; ++s) {
+      barrier_init(full + s, 1);
+      barrier_init(empty + s, 1);
+    }
+    barrier_init_fence();
+  }
+
+  // Loads the stages of one tile, by one thread. `b` are the maps of the weights, and `column` is the tile's first in each.
+  template <bool L2Hints>
+  __device__ __forceinline__ void produce(Position& position, const TensorMap& a, const TensorMap* const (&b)[NumProducts],
+                                          int row, int column, int k_blocks, CachePolicy keep, CachePolicy stream) const {
+    for (int block = 0; block < k_blocks; ++block) {
+      barrier_wait(empty + position.stage, position.parity ^ 1u);
+      Barrier* barrier = full + position.stage;
+      char* stage = stages + position.stage * StageBytes;
+      barrier_arrive_expect(barrier, StageBytes);
+      const int depth = block * TileK;
+      load<L2Hints>(stage, a, depth, row, barrier, keep);
+      char* weights = stage + TileM * TileK * 2;
+#pragma unroll
+      for (int p = 0; p < NumProducts; ++p) {
+        if constexpr (Layout == nk) {
+          load<L2Hints>(weights + p * WeightBytes, *b[p], depth, column, barrier, stream);
+        } else {
+#pragma unroll
+          for (int atom = 0; atom < TileN / AtomN; ++atom) {
+            char* shared = weights + p * WeightBytes + atom * AtomN * TileK * 2;
+            load<L2Hints>(shared, *b[p], column + atom * AtomN, depth, barrier, stream);
+          }
+        }
+      }
+      position.next();
+    }
+  }
+
+  // Accumulates one tile, by one warpgroup. Returns the last stage, which the caller releases after wgmma_wait<0>.
+  __device__ __forceinline__ int multiply(Position& position, Accumulators& d, int k_blocks) const {
+    constexpr int Leading = Layout == nk ? 0 : AtomN * TileK * 2;
+    constexpr int Stride = Layout == nk ? 1024 : AtomN * 16;
+    constexpr Swizzle WeightSwizzle = Layout == nk || AtomN == 64 ? swizzle_128 : swizzle_64;
+    constexpr int WeightStep = Layout == nk ? 2 : AtomN * 2;  // 16 of k, in units of 16 bytes
+    const Descriptor a0 = matrix_descriptor(stages, 0, 1024, swizzle_128);
+    const Descriptor b0 = matrix_descriptor(stages + TileM * TileK * 2, Leading, Stride, WeightSwizzle);
+#pragma unroll
+    for (int r = 0; r < RowBlocks; ++r) {
+#pragma unroll
+      for (int i = 0; i < Width / 2; ++i) d[r][i] = 0.0f;
+      pin_registers(d[r]);
+    }
+    int previous = 0;
+    for (int block = 0; block < k_blocks; ++block) {
+      barrier_wait(full + position.stage, position.parity);
+      const Descriptor offset = static_cast<Descriptor>(position.stage * (StageBytes >> 4));
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < TileK / 16; ++step) {
+#pragma unroll
+        for (int r = 0; r < RowBlocks; ++r) {
+          Wgmma<Width>::template multiply<T, Layout == kn>(d[r], a0 + offset + r * 512 + step * 2,
+                                                           b0 + offset + step * WeightStep);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the previous block's products are done
+      if (block > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + previous);
+      previous = position.stage;
+      position.next();
+    }
+    return previous;
+  }
+
+ private:
+  template <bool L2Hints>
+  static __device__ __forceinline__ void load(void* shared, const TensorMap& map, int column, int row, Barrier* barrier,
+                                              CachePolicy policy) {
+    if constexpr (L2Hints) {
+      tma_load(shared, map, column, row, barrier, policy);
+    } else {
+      tma_load(shared, map, column, row, barrier);
+    }
+  }
+};
+
+// Rounds up to the alignment that a 128-byte swizzle wants.
+__device__ __forceinline__ char* align_1024(char* shared) {
+  return shared + ((1024 - (shared_address(shared) & 1023)) & 1023);
+}

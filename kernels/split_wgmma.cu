@@ -1,0 +1,71 @@
+// c1 = a @ b1 and c2 = a @ b2 on Hopper in one launch: TMA, wgmma, ping-pong; activation_product.cu then makes out of them.
+// Maps: a (m, k), box TileM x 64; b1, b2 (n, k), box TileN x 64 (nk), or (k, n), box 64 x AtomN (kn). c1, c2 (m, n) with
+// leading dimension ldc, even. T is f16 or bf16, accumulators fp32; C is float, or bf16 where the caller allowed it.
+// The main loop and the turns are those of fused_wgmma.cu over twice as many tiles, those of c1 first; a tile holds one
+// product, and lanes store their pairs of columns straight from registers, 32 bytes per four lanes.
+// Bound by the tensor cores. Requires 9.0a, NVRTC 12.9, 16-byte alignment of pointers and rows.
+// Shared memory: 1024 + NumStages * (TileM + TileN) * 128 + NumStages * 16 bytes, dynamic.
+#include "autodispatch/tile.cuh"
+#include "autodispatch/wgmma_pipeline.cuh"
+
+template <typename T, typename C, WeightLayout Layout, int TileM, int TileN, int NumStages, int GroupM>
+__global__ void __launch_bounds__(384, 1)
+    split_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b1,
+                const __grid_constant__ TensorMap b2, C* __restrict__ c1, C* __restrict__ c2, long long m, long long n,
+                long long k, long long ldc) {
+  using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 1>;
+  extern __shared__ char unaligned[];
+  char* shared = align_1024(unaligned);
+  Barrier* barriers = reinterpret_cast<Barrier*>(shared + NumStages * Pipeline::StageBytes);
+  const Pipeline pipeline{shared, barriers, barriers + NumStages};
+  if (threadIdx.x == 0) {
+    pipeline.init();
+    tma_prefetch(a);
+    tma_prefetch(b1);
+    tma_prefetch(b2);
+  }
+  __syncthreads();
+
+  const long long tiles_m = ceil_div(m, TileM);
+  const long long tiles_n = ceil_div(n, TileN);
+  const int half = static_cast<int>(tiles_m * tiles_n);
+  const int k_blocks = static_cast<int>(ceil_div(k, Pipeline::TileK));
+  const int group = threadIdx.x / 128;
+  typename Pipeline::Position position;
+  if (group == 0) {
+    registers_decrease<40>();
+    if (threadIdx.x == 0) {
+      for (int i = blockIdx.x; i < 2 * half; i += gridDim.x) {
+        const Tile tile = grouped_tile<GroupM>(i < half ? i : i - half, tiles_m, tiles_n);
+        pipeline.template produce<false>(position, a, {i < half ? &b1 : &b2}, static_cast<int>(tile.m) * TileM,
+                                         static_cast<int>(tile.n) * TileN, k_blocks, 0, 0);
+      }
+    }
+  } else {
+    registers_increase<232>();
+    if (group == 2) position.advance(k_blocks);
+    for (int i = blockIdx.x + (group - 1) * gridDim.x; i < 2 * half; i += 2 * gridDim.x) {
+      typename Pipeline::Accumulators d;
+      if (i != static_cast<int>(blockIdx.x)) named_barrier_sync(group, 256);  // the very first tile waits for nobody
+      const int last = pipeline.multiply(position, d, k_blocks);
+      if (i + static_cast<int>(gridDim.x) < 2 * half) named_barrier_arrive(3 - group, 256);
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 == 0) barrier_arrive(pipeline.empty + last);
+      position.advance(k_blocks);  // past the other group's tile
+      const Tile tile = grouped_tile<GroupM>(i < half ? i : i - half, tiles_m, tiles_n);
+      C* c = i < half ? c1 : c2;
+      const int lane = threadIdx.x % 32;
+      const long long row0 = tile.m * TileM + threadIdx.x % 128 / 32 * 16 + lane / 4;
+      const long long column0 = tile.n * TileN + lane % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < Pipeline::RowBlocks; ++r) {
+        pin_registers(d[r]);
+#pragma unroll
+        for (int pair = 0; pair < TileN / 4; ++pair) {
+          const long long row = row0 + r * 64 + pair % 2 * 8;
+          if (row < m) store_pair(c + row * ldc, column0 + pair / 2 * 8, n, d[r][pair * 2], d[r][pair * 2 + 1]);
+        }
+      }
+    }
+  }
+}
