@@ -9,7 +9,7 @@ import pytest
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 from autodispatch.variants import VARIANTS, Registry
-from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4
+from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4, like
 
 REGISTRY = Registry()
 PROBLEMS = [
@@ -92,3 +92,22 @@ def test_digests_differ_between_variants_and_do_not_change_by_themselves() -> No
     digests = {name: v.digest for name, v in VARIANTS.items()}
     assert digests["fused_mma"] != digests["split_mma"] != digests["fused_simt"]
     assert digests == {name: type(v)().digest for name, v in VARIANTS.items()}
+
+
+def test_hopper_variants_state_what_the_copy_engine_needs() -> None:
+    variant = VARIANTS["fused_wgmma"]
+    good = Problem(100, 72, 40, "bfloat16")
+    assert variant.unmet(good, H200) == []
+    for problem, device, words in (
+        (replace(good, n=71), H200, "multiples of 8"),
+        (replace(good, k=44), H200, "multiples of 8"),
+        (replace(good, alignment=8), H200, "multiples of 16 bytes"),
+        (replace(good, dtype="float32"), H200, "float16 or bfloat16"),
+        (good, A100, "compute capability 9.0"),
+        (good, like(H200, nvrtc_version=(12, 4)), "NVRTC 12.9"),
+    ):
+        assert words in "; ".join(variant.unmet(problem, device))
+    kn = {c.config.tile_n for c in variant.candidates(replace(good, layout="kn"), H200)}  # type: ignore[attr-defined]
+    assert kn == {64, 96}
+    for candidate in variant.candidates(replace(good, layout="nk"), H200):
+        assert candidate.config.shared_bytes() <= H200.shared_bytes_per_block  # type: ignore[attr-defined]

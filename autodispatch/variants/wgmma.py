@@ -53,6 +53,8 @@ REQUIREMENTS = (
     Restriction(lambda c, p, d: d.compute_capability == (9, 0), "compute capability 9.0"),
     Restriction(lambda c, p, d: d.nvrtc_version >= (12, 9), "NVRTC 12.9 or newer"),
     Restriction(lambda c, p, d: p.alignment >= 16, "pointers and row offsets that are multiples of 16 bytes"),
+    # the copy engine clips rows of a matrix in units of 16 bytes
+    Restriction(lambda c, p, d: p.n % 8 == 0 and p.k % 8 == 0, "n and k that are multiples of 8"),
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from autodispatch.benchmark import CudaWorkbench
 from autodispatch.device import DeviceInfo
+from autodispatch.launch import round_up
 from autodispatch.problem import Problem
 from autodispatch.variants import VARIANTS, Candidate
 from tests.gpu.conftest import DTYPES
@@ -24,7 +25,7 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
     values = candidate.config.__dict__
     m, n, k = values.get("tile_m", 64), values.get("tile_n", 64), values.get("tile_k", 32)
     stages = values.get("num_stages", 2)
-    return [
+    found = [
         (1, 1, 1),
         (3, 5, 7),
         (m, n, k),
@@ -33,6 +34,9 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
         (2 * m + 3, 2 * n + 9, stages * k + 33),
         (1, 511, 511),
     ]
+    if candidate.variant.name.endswith("wgmma"):  # which take n and k in multiples of 8 only
+        found = [(m, round_up(n, 8), round_up(k, 8)) for m, n, k in found]
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
