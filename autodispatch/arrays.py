@@ -85,7 +85,7 @@ class NumpyFamily(Family):
     name = "numpy"
 
     def matrix(self, name: str, array: Any) -> Matrix:
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{name} must be a NumPy array like the other arguments (got {_kind(array)})")
         dtype = _numpy_dtype(name, array.dtype)
         return _matrix(name, array.ctypes.data, array.shape, array.strides, array.itemsize, dtype, None, array)
@@ -205,7 +205,7 @@ class TorchFamily(Family):
     def workspace(self, nbytes: int, device: int | None) -> tuple[int, Any]:
         try:
             memory = self.torch.empty(nbytes, dtype=self.torch.uint8, device=f"cuda:{device}")
-        except self.torch.OutOfMemoryError as cause:
+        except self.torch.cuda.OutOfMemoryError as cause:
             raise MemoryError(str(cause)) from cause
         return memory.data_ptr(), memory
 
@@ -351,10 +351,16 @@ def _matrix(
     return Matrix(pointer, shape[0], shape[1], strides[0] // item, strides[1] // item, dtype, device, array)
 
 
+_dtype_names: dict[Any, str] = {}  # NumPy builds a name anew at every look
+
+
 def _numpy_dtype(name: str, dtype: Any) -> str:
-    if dtype.name not in ITEM_BYTES or not dtype.isnative:
-        raise TypeError(f"{name} must have a dtype out of {_ALLOWED}, in native byte order (got {dtype!s})")
-    return str(dtype.name)
+    known = _dtype_names.get(dtype)
+    if known is None:
+        if dtype.name not in ITEM_BYTES or not dtype.isnative:
+            raise TypeError(f"{name} must have a dtype out of {_ALLOWED}, in native byte order (got {dtype!s})")
+        known = _dtype_names.setdefault(dtype, str(dtype.name))
+    return known
 
 
 def _kind(x: Any) -> str:

@@ -164,6 +164,8 @@ class CudaWorkbench(Workbench):
         self._handle = Stream(self._stream.ptr)
         self._copies: list[Operands] = []
         self._last_work = 0.0
+        self._scratch: Any = None
+        self._scratch_bytes = 0
 
     def require(self) -> None:
         check_architecture(self.device, self._cupy.cuda.nvrtc.getSupportedArchs())
@@ -193,7 +195,7 @@ class CudaWorkbench(Workbench):
         return int(max(1, min(_MAX_COPIES, max(2, wanted), free // max(problem.bytes_moved, 1))))
 
     def unload(self) -> None:
-        self._checker, self._copies = None, []
+        self._checker, self._copies, self._scratch = None, [], None
         with on_device(self.device.index):
             self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
 
@@ -202,18 +204,27 @@ class CudaWorkbench(Workbench):
         checker = self._checker
         with on_device(self.device.index), self._stream:
             executable.prepare()
-            workspace, memory = checker.family.workspace(max(1, executable.workspace_bytes), self.device.index)
+            workspace = self._workspace(executable)
+            workspace.memset_async(
+                0xFF, self._scratch_bytes, self._stream
+            )  # nobody inherits another candidate's products
             checker.poison()
-            executable(Call(checker.operands, workspace, self._handle))
+            executable(Call(checker.operands, workspace.ptr, self._handle))
             self._stream.synchronize()
-            del memory
             return checker.verdict()
+
+    def _workspace(self, executable: Executable) -> Any:
+        """Scratch memory that all candidates of a problem share; graphs keep what they were captured with."""
+        if self._scratch is None or self._scratch_bytes < executable.workspace_bytes:
+            self._scratch_bytes = max(512, executable.workspace_bytes)
+            self._scratch = self._cupy.cuda.alloc(self._scratch_bytes)
+        return self._scratch
 
     def trial(self, executable: Executable) -> Trial:
         assert self._checker is not None
         with on_device(self.device.index), self._stream:
-            workspace, memory = self._checker.family.workspace(max(1, executable.workspace_bytes), self.device.index)
-            calls = [Call(operands, workspace, self._handle) for operands in self._copies]
+            memory = self._workspace(executable)
+            calls = [Call(operands, memory.ptr, self._handle) for operands in self._copies]
             graph = self._graph(executable, calls, 5)
             estimate = self._seconds(graph, 5)
             launches = int(min(_MAX_LAUNCHES, max(UNIT_S / max(estimate, 1e-7), len(calls))))
@@ -283,6 +294,7 @@ def screen(trial: Trial, best_us: float | None) -> Timing:
     if best_us is not None and estimate > GIVE_UP * best_us:
         return Timing(first)
     end = time.monotonic() + WARM_UP_S
+    unit_s = _timed(trial)
     while time.monotonic() < end:
         unit_s = _timed(trial)
     wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(unit_s, 1e-9))))

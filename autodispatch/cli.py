@@ -7,8 +7,6 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from autodispatch import exchange, report, shapes
@@ -27,11 +23,12 @@ from autodispatch.device import DeviceInfo, cpu_device, cuda_device, default_dev
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, VerificationError
 from autodispatch.problem import Problem
+from autodispatch.progress import progress_bar
 from autodispatch.records import MeasurementRecord
 from autodispatch.reference import array_module, compare, decode, make_inputs, reference
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
-from autodispatch.tuner import Progress, Tuner
+from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
 
 app = typer.Typer(
@@ -52,6 +49,10 @@ HfConfig = Annotated[Path | None, typer.Option("--hf-config", help="A Hugging Fa
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="kn or nk; may be repeated.")]
 Math = Annotated[str, typer.Option("--math", help="exact, or fast to allow bfloat16 intermediates.")]
+Precision = Annotated[str, typer.Option("--precision", help="ieee, or tf32 to allow it for float32.")]
+Alignment = Annotated[
+    int | None, typer.Option("--alignment", help="Bytes that divide pointers and rows; default that of packed arrays.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda:INDEX.")]
 Database = Annotated[Path | None, typer.Option("--database", help="The tuning database; default $AUTODISPATCH_DB.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -67,8 +68,11 @@ def demo(device: Device = "auto", database: Database = None) -> None:
     else:
         problems = [Problem(m, 2048, 512, "float32") for m in (1, 64, 512)]
     console.print(f"Device: {chosen.name} ({chosen.key})")
+    store = TuningStore(settings.database)  # an error here, rather than results that are lost
+    if _tune(store, workbench(chosen), problems, "quick", None, quiet=False):
+        raise typer.Exit(1)
+    store.close()
     dispatcher = Dispatcher(settings)
-    _tune(dispatcher.layers.user, workbench(chosen), problems, "quick", None, quiet=False)
     for problem in problems:
         inputs = make_inputs(problem, chosen, seed=7)
         out = dispatcher.run(inputs.a, inputs.b1, inputs.b2)
@@ -125,6 +129,8 @@ def tune(
     dtype: Dtypes = None,
     layout: Layouts = None,
     math: Math = "exact",
+    precision: Precision = "ieee",
+    alignment: Alignment = None,
     effort: Effort = "quick",
     budget: Annotated[
         float | None, typer.Option(min=0, help="Seconds per problem after which no candidate is begun.")
@@ -137,10 +143,10 @@ def tune(
     if effort not in ("quick", "full"):
         raise typer.BadParameter(f"must be quick or full (got {effort!r})", param_hint="--effort")
     chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
-    layers = Dispatcher(_settings(database)).layers
-    failed = _tune(layers.user, workbench(chosen), problems, effort, budget, quiet=quiet)
-    layers.close()
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    store = TuningStore(_settings(database).database)  # an error here, rather than results that are lost
+    failed = _tune(store, workbench(chosen), problems, effort, budget, quiet=quiet)
+    store.close()
     if failed:
         raise typer.Exit(1)
 
@@ -159,13 +165,7 @@ def list_(
         if as_json:
             console.print_json(json.dumps([r.model_dump() for r in records]))
             return
-        table = Table("problem", "candidate", "stage", "status", "median us", "rel. error")
-        for r in records:
-            name = f"{r.variant} {report.short_config(r.config)}"
-            median = "" if r.median_us is None else f"{r.median_us:.1f}"
-            error = "" if r.relative_error is None else f"{r.relative_error:.1e}"
-            table.add_row(str(r.problem), name, r.stage, r.status, median, error)
-        console.print(table)
+        console.print(report.measurements_table(records))
         return
     rows = report.decisions(layers, Registry(), device)
     if as_json:
@@ -188,13 +188,15 @@ def explain(
     dtype: Dtypes = None,
     layout: Layouts = None,
     math: Math = "exact",
+    precision: Precision = "ieee",
+    alignment: Alignment = None,
     device: Device = "auto",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
     """What a call of each shape would run, where the choice comes from, and why. Measures nothing."""
     chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     dispatcher = Dispatcher(_settings(database))
     found = [dispatcher.explain_problem(p, chosen) for p in problems]
     if as_json:
@@ -214,6 +216,8 @@ def bench(
     dtype: Dtypes = None,
     layout: Layouts = None,
     math: Math = "exact",
+    precision: Precision = "ieee",
+    alignment: Alignment = None,
     full: Annotated[bool, typer.Option("--full", help="Every legal candidate, not only the likely winners.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     device: Device = "auto",
@@ -222,7 +226,9 @@ def bench(
 ) -> None:
     """Times all candidates and the library against each other in one interleaved run. Stores nothing."""
     chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math)
+    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    if output is not None and not output.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     registry = Registry()
     tuner = Tuner(TuningStore(), workbench(chosen), registry)
     found: list[dict[str, Any]] = []
@@ -281,7 +287,7 @@ def import_(
     added = ", ".join(f"{count} {table}" for table, count in outcome.added.items() if count) or "nothing"
     console.print(f"added: {added}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False)
     for reason in outcome.rejected[:20]:
-        messages.print(f"rejected: {reason}", highlight=False)
+        messages.print(f"rejected: {reason}", highlight=False, markup=False)
 
 
 def _tune(
@@ -289,7 +295,7 @@ def _tune(
 ) -> int:
     """Tunes the problems with a progress bar; returns how many failed, each with a message."""
     failed = 0
-    with _progress(quiet) as listener:
+    with progress_bar(messages, quiet) as listener:
         tuner = Tuner(store, bench, command=_command(), listener=listener)
         for number, problem in enumerate(problems, start=1):
             start = time.monotonic()
@@ -297,8 +303,11 @@ def _tune(
                 decision = tuner.tune(problem, effort=effort, budget_s=budget)
             except AutodispatchError as cause:
                 failed += 1
-                messages.print(f"[red]{problem}: {cause}[/red]", highlight=False)
+                messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)
                 continue
+            except KeyboardInterrupt:
+                messages.print("interrupted; what was finished is stored")
+                raise typer.Exit(130) from None
             leader = store.measurement(decision.leader)
             if leader is not None and leader.median_us is not None and not quiet:
                 name = f"{leader.variant} {report.short_config(leader.config)}"
@@ -313,34 +322,6 @@ def _tune(
     return failed
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar of the candidates of the current problem, on a terminal."""
-    if quiet:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[best]}"),
-    )
-    with Bar(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
-        task = bar.add_task("", total=1, best="")
-        best: dict[Problem, float] = {}
-
-        def listener(progress: Progress) -> None:
-            median = progress.record.median_us if progress.record else None
-            if median is not None:
-                best[progress.problem] = min(median, best.get(progress.problem, median))
-            text = f"best {best[progress.problem]:.1f} us" if progress.problem in best else ""
-            description = f"{progress.problem} {progress.stage}"
-            bar.update(task, description=description, completed=progress.done, total=progress.total, best=text)
-
-        yield listener
-
-
 def _problems(
     device: DeviceInfo,
     shape: list[str] | None,
@@ -351,6 +332,8 @@ def _problems(
     dtypes: list[str] | None,
     layouts: list[str] | None,
     math: str,
+    precision: str,
+    alignment: int | None,
 ) -> list[Problem]:
     """The problems that the options name. Raises BadParameter."""
     try:
@@ -364,7 +347,7 @@ def _problems(
         if not found:
             raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config")
         default = "float32" if device.kind == "cpu" else "bfloat16"
-        return shapes.problems(found, dtypes or [default], layouts or ["kn"], math)
+        return shapes.problems(found, dtypes or [default], layouts or ["kn"], math, precision, alignment)
     except ValueError as cause:
         raise typer.BadParameter(str(cause)) from cause
 
@@ -408,6 +391,8 @@ def main() -> None:
         messages.print(f"[red]error:[/red] {type(cause).__name__}:", end=" ")
         messages.print(str(cause), highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(1) from None
+    except OSError as cause:
+        messages.print(f"error: {cause}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
-        messages.print("interrupted; what was finished is stored")
         raise SystemExit(130) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import threading
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from typing import Any
 from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.errors import CompileError
 from autodispatch.launch import LaunchConfig
+from autodispatch.settings import keep_kernels_in_memory
 from autodispatch.source import KernelSource, include_folder
+
+_log = logging.getLogger("autodispatch")
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def architecture(compute_capability: tuple[int, int]) -> str:
     return "sm_{}{}".format(*compute_capability)
 
 
-_kernels: dict[tuple[int | None, str, str], CompiledKernel] = {}
+_kernels: dict[tuple[int | None, KernelSpec, int], CompiledKernel] = {}
 _kernels_lock = threading.Lock()
 
 
@@ -80,7 +84,7 @@ def compile_kernel(spec: KernelSpec, device: DeviceInfo, shared_bytes: int = 0) 
 
     Raises CompileError with log, options and expression; a register spill counts as a failed build.
     """
-    key = (device.index, spec.source.digest, f"{spec.expression} {shared_bytes}")
+    key = (device.index, spec, shared_bytes)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _build(spec, device, shared_bytes)
@@ -97,8 +101,7 @@ def _build(spec: KernelSpec, device: DeviceInfo, shared_bytes: int) -> CompiledK
     log = io.StringIO()
     try:
         with on_device(device.index):
-            module = cupy.RawModule(code=spec.source.code, options=options, name_expressions=[expression])
-            module.compile(log_stream=log)
+            module = _module(cupy, spec.source.code, options, expression, log)
             kernel = module.get_function(expression)
             if shared_bytes > 0:
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
@@ -120,6 +123,19 @@ def _build(spec: KernelSpec, device: DeviceInfo, shared_bytes: int) -> CompiledK
             options=options,
         )
     return CompiledKernel(function, resources, expression)
+
+
+def _module(cupy: Any, code: str, options: tuple[str, ...], expression: str, log: io.StringIO) -> Any:
+    """The compiled module; where CuPy's cache cannot be read or written after all, once more without it."""
+    module = cupy.RawModule(code=code, options=options, name_expressions=[expression])
+    try:
+        module.compile(log_stream=log)
+    except OSError as cause:
+        _log.warning("the kernel cache cannot be used (%s); kernels are compiled in every process", cause)
+        keep_kernels_in_memory()
+        module = cupy.RawModule(code=code, options=options, name_expressions=[expression])
+        module.compile(log_stream=log)
+    return module
 
 
 def check_architecture(device: DeviceInfo, supported: list[int]) -> None:

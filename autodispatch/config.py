@@ -62,6 +62,6 @@ class ConfigSpace:
         if not isinstance(values, dict) or set(values) != set(self.axes):
             raise ValueError(f"config must name {', '.join(self.axes) or 'nothing'} (got {text})")
         for name, value in values.items():
-            if value not in self.axes[name]:
+            if not any(value == known and type(value) is type(known) for known in self.axes[name]):
                 raise ValueError(f"{name} must be one of {self.axes[name]} (got {value!r})")
         return self.config_type(**values)

@@ -8,6 +8,7 @@ streams can overlap.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from functools import lru_cache
 from typing import Any
@@ -28,20 +29,39 @@ _ZERO = ctypes.c_float(0.0)
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    from cuda import pathfinder
+    """cuBLAS 12 or newer. Raises LaunchError if it cannot be loaded."""
+    try:
+        from cuda import pathfinder
 
-    lib = ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("cublas").abs_path)
-    p, i, sz = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        lib = ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("cublas").abs_path)
+        gemm = lib.cublasGemmEx_64  # 64-bit sizes and strides
+    except Exception as cause:
+        raise LaunchError(f"cuBLAS 12 or newer must be loadable (got {type(cause).__name__}: {cause})") from cause
+    p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.cublasCreate_v2.argtypes = [ctypes.POINTER(p)]
+    lib.cublasDestroy_v2.argtypes = [p]
     lib.cublasSetStream_v2.argtypes = [p, p]
-    lib.cublasSetWorkspace_v2.argtypes = [p, p, sz]
+    lib.cublasSetWorkspace_v2.argtypes = [p, p, ctypes.c_size_t]
     lib.cublasSetMathMode.argtypes = [p, i]
-    lib.cublasGemmEx.argtypes = [p, i, i, i, i, i, p, p, i, i, p, i, i, p, p, i, i, i, i]
+    gemm.argtypes = [p, i, i, n, n, n, p, p, i, n, p, i, n, p, p, i, n, i, i]
     return lib
 
 
-_handles: dict[tuple[int, int], Any] = {}
-_lock = threading.Lock()
+class _Handle:
+    """A cuBLAS handle, given back when its thread ends."""
+
+    def __init__(self) -> None:
+        self.value = ctypes.c_void_p()
+        lib = _library()
+        _check("cublasCreate", lib.cublasCreate_v2(ctypes.byref(self.value)))
+        _check("cublasSetMathMode", lib.cublasSetMathMode(self.value, _DISALLOW_REDUCED_PRECISION_REDUCTION))
+
+    def __del__(self) -> None:
+        if self.value and not sys.is_finalizing():
+            _library().cublasDestroy_v2(self.value)
+
+
+_of_this_thread = threading.local()  # two threads must not share a handle
 
 
 def workspace_bytes(device: DeviceInfo) -> int:
@@ -49,19 +69,19 @@ def workspace_bytes(device: DeviceInfo) -> int:
     return (32 << 20) if device.compute_capability >= (9, 0) else (4 << 20)
 
 
+def has_handle(device: DeviceInfo) -> bool:
+    """Whether this thread has a handle for the device already; making one would spoil a stream capture."""
+    return device.index in getattr(_of_this_thread, "handles", {})
+
+
 def handle(device: DeviceInfo) -> Any:
-    """The handle of this device and thread (two threads must not share one); made on the current device."""
-    assert device.index is not None
-    key = (device.index, threading.get_ident())
-    found = _handles.get(key)
-    if found is None:
-        lib = _library()
-        found = ctypes.c_void_p()
-        _check("cublasCreate", lib.cublasCreate_v2(ctypes.byref(found)))
-        _check("cublasSetMathMode", lib.cublasSetMathMode(found, _DISALLOW_REDUCED_PRECISION_REDUCTION))
-        with _lock:
-            _handles[key] = found
-    return found
+    """The handle of this device and thread; made on the current device. Raises LaunchError."""
+    if not hasattr(_of_this_thread, "handles"):
+        _of_this_thread.handles = {}
+    handles: dict[int | None, _Handle] = _of_this_thread.handles
+    if device.index not in handles:
+        handles[device.index] = _Handle()
+    return handles[device.index].value
 
 
 def product(
@@ -89,7 +109,7 @@ def product(
     _check("cublasSetStream", lib.cublasSetStream_v2(own, stream))  # this resets the workspace
     _check("cublasSetWorkspace", lib.cublasSetWorkspace_v2(own, workspace, workspace_bytes(device)))
     # cuBLAS is column-major: it computes the transpose of c out of the transposes of b and a
-    status = lib.cublasGemmEx(
+    status = lib.cublasGemmEx_64(
         own,
         _OP_N if layout == "kn" else _OP_T,
         _OP_N,

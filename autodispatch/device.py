@@ -242,8 +242,9 @@ def _check_kernel_cache() -> None:
     folder = kernel_cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(64 << 10))  # a full disk takes an empty file
+            probe.flush()
     except OSError as cause:
         _log.warning("the kernel cache %s cannot be written (%s); kernels are compiled in every process", folder, cause)
         keep_kernels_in_memory()
@@ -257,3 +258,8 @@ def on_device(device: int | None) -> contextlib.AbstractContextManager[Any]:
     if cupy.cuda.runtime.getDevice() == device:
         return contextlib.nullcontext()
     return cupy.cuda.Device(device)  # type: ignore[no-any-return]
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a CUDA stream, by its handle, is being captured into a graph."""
+    return bool(import_cupy().cuda.runtime.streamIsCapturing(stream))

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autodispatch import arrays, exchange, resources
-from autodispatch.arrays import Family, Settlement, describe, family_of
+from autodispatch.arrays import CupyFamily, Family, Settlement, describe, family_of
 from autodispatch.device import (
     DeviceInfo,
     cpu_device,
     cuda_device,
     default_device,
-    import_cupy,
+    is_capturing,
     on_device,
     warn_of_two_cupys,
 )
@@ -30,11 +30,12 @@ from autodispatch.errors import (
     StoreError,
     UnsupportedProblemError,
 )
+from autodispatch.layers import Layers
 from autodispatch.problem import Matrix, Problem, check_overlap
 from autodispatch.records import MeasurementRecord
 from autodispatch.selection import Origin, Selection, select, selections
 from autodispatch.settings import Settings
-from autodispatch.store import Layers, TuningStore
+from autodispatch.store import TuningStore
 from autodispatch.variants import Call, Candidate, Executable, Registry
 
 _log = logging.getLogger("autodispatch")
@@ -102,6 +103,7 @@ class Dispatcher:
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._missed: set[tuple[Any, ...]] = set()
         self._tuned: set[tuple[str, Problem]] = set()
+        self._captured: list[Any] = []
         self._lock = threading.RLock()
 
     @property
@@ -154,12 +156,12 @@ class Dispatcher:
         family = family_of(a)
         ma, mb1, mb2 = family.matrix("a", a), family.matrix("b1", b1), family.matrix("b2", b2)
         mo = None if out is None else family.matrix("out", out)
+        if mo is not None:
+            check_overlap(mo, (("a", ma), ("b1", mb1), ("b2", mb2)))
         key = (family.name, ma.key, mb1.key, mb2.key, mo and mo.key, activation, math, precision, candidate)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, family, (ma, mb1, mb2, mo), activation, math, precision, candidate)
-        if mo is not None:
-            check_overlap(mo, (("a", ma), ("b1", mb1), ("b2", mb2)))
         result = self._launch(plan, family, ma, mb1, mb2, mo)
         return family.result(result, a) if out is None else out
 
@@ -175,7 +177,10 @@ class Dispatcher:
         precision: str | None = None,
         candidate: Candidate | str | None = None,
     ) -> Explanation:
-        """What `run` would do with these arguments, and why. Launches nothing, compiles nothing."""
+        """What `run` would do with these arguments, and why. Launches nothing, compiles nothing.
+
+        Raises what `run` raises for wrong arguments, and UnsupportedProblemError where there is nothing to compute.
+        """
         family = family_of(a)
         ma, mb1, mb2 = family.matrix("a", a), family.matrix("b1", b1), family.matrix("b2", b2)
         mo = None if out is None else family.matrix("out", out)
@@ -192,6 +197,8 @@ class Dispatcher:
         copied: tuple[tuple[str, str], ...] = (),
     ) -> Explanation:
         """What a call of this problem would do, and why, on a device (by default the current one)."""
+        if 0 in (problem.m, problem.n, problem.k):
+            raise UnsupportedProblemError(f"m, n and k must be positive; nothing is launched otherwise (got {problem})")
         device = device or default_device()
         pinned = self._pinned(candidate, problem, device)
         layers = None if self.settings.mode == "off" else self.layers
@@ -257,12 +264,12 @@ class Dispatcher:
                     executable.prepare()
                 _log.debug("%s on %s: %s, %s", problem, device.name, selection.candidate, selection.reason)
                 return selection, executable
-            except (CompileError, UnsupportedProblemError) as cause:
+            except (CompileError, LaunchError, UnsupportedProblemError) as cause:
                 if pinned is not None:
                     raise
                 _log.warning("%s is passed over: %s", selection.candidate, cause)
                 last = cause
-        raise UnsupportedProblemError(f"some candidate must build for {problem} (got none)") from last
+        raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})") from last
 
     def _on_miss(self, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
         """Does what the mode says about a problem for which nothing was tuned."""
@@ -283,14 +290,7 @@ class Dispatcher:
         if origin is not Origin.BUCKET and kind not in self._missed:
             self._missed.add(kind)
             _log.warning(
-                "%s is not tuned on %s; to tune it: autodispatch tune %d,%d,%d --dtype %s --layout %s",
-                problem,
-                device.name,
-                problem.m,
-                problem.n,
-                problem.k,
-                problem.dtype,
-                problem.layout,
+                "%s is not tuned on %s; to tune it: autodispatch tune %s", problem, device.name, problem.options
             )
 
     def _tune(self, problem: Problem, device: DeviceInfo, store: TuningStore) -> None:
@@ -333,6 +333,8 @@ class Dispatcher:
                 try:
                     workspace, memory = _workspace(family, executable, plan.device)
                 except MemoryError as cause:
+                    if plan.selection is None or plan.selection.origin is Origin.PINNED:
+                        raise
                     executable = self._without_workspace(plan, cause)
                     workspace, memory = 0, None
                 try:
@@ -341,7 +343,11 @@ class Dispatcher:
                     raise LaunchError(
                         f"{problem} must launch on {plan.device.name} (got {type(cause).__name__}: {cause})"
                     ) from cause
-                del memory  # from here on the allocator may hand it out again, ordered on the same stream
+                # after this call the pool may hand the memory out again, ordered on the same stream; not so the memory
+                # that a captured graph will use at every replay (PyTorch's graphs keep theirs themselves)
+                temporary = memory is not None or plan.settlement.copied
+                if temporary and stream is not None and isinstance(family, CupyFamily) and is_capturing(stream.ptr):
+                    self._captured.append((memory, operands))
             if out is not None and plan.out_is_copied:
                 family.assign(out.array, target.array)
             return target.array
@@ -371,7 +377,7 @@ def _refuse_in_capture(family: Family, device: DeviceInfo) -> None:
     stream = family.stream(device.index)
     if stream is None:
         return
-    if import_cupy().cuda.runtime.streamIsCapturing(stream.ptr):
+    if is_capturing(stream.ptr):
         raise LaunchError(
             "the first call of a problem must be made outside CUDA graph capture (got a capturing stream)"
         )

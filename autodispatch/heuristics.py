@@ -93,11 +93,6 @@ def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) 
     return sorted(candidates, key=lambda c: (predict(c, problem, device).total, c.key))
 
 
-def fill(work: Work, device: DeviceInfo) -> float:
-    """Blocks per SM: below about 1.5 the device is not filled."""
-    return work.blocks / device.sm_count
-
-
 def _blocks_per_sm(work: Work, device: DeviceInfo) -> int:
     by_threads = device.threads_per_sm // work.threads
     by_shared = device.shared_bytes_per_sm // (work.shared_bytes + 1024)

@@ -1,4 +1,4 @@
-"""Clock, temperature and driver of a CUDA device by NVML, matched by UUID, never by index.
+"""Clock and temperature of a CUDA device by NVML, matched by UUID, never by index.
 
 NVML counts devices in its own order and knows nothing of CUDA_VISIBLE_DEVICES. It may be missing or broken (after a
 driver update, say) while CUDA works: every reading is optional.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 _log = logging.getLogger("autodispatch")
@@ -15,13 +16,10 @@ _log = logging.getLogger("autodispatch")
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a device. Clocks in MHz, temperature in degrees Celsius, power in watts."""
+    """One look at a device: its SM clock in MHz and its temperature in degrees Celsius."""
 
     sm_clock_mhz: int
     temperature_c: int
-    power_w: float
-    throttle_reasons: int
-    driver: str
 
 
 class Nvml:
@@ -30,7 +28,6 @@ class Nvml:
     def __init__(self, uuid: str, module: Any = None) -> None:
         self._module = module
         self._handle: Any = None
-        self._warned = False
         if not uuid:
             return
         try:
@@ -41,7 +38,7 @@ class Nvml:
             self._module.nvmlInit()
             self._handle = self._find(uuid)
         except Exception as cause:
-            self._warn(cause)
+            _warn_once(f"{type(cause).__name__}: {cause}")
 
     def _find(self, uuid: str) -> Any:
         """The handle of the GPU or the MIG slice with this UUID, or None. A slice never yields its parent's."""
@@ -57,19 +54,15 @@ class Nvml:
             return None
         n = self._module
         try:
-            driver = n.nvmlSystemGetDriverVersion()
             return Reading(
                 sm_clock_mhz=int(n.nvmlDeviceGetClockInfo(self._handle, n.NVML_CLOCK_SM)),
                 temperature_c=int(n.nvmlDeviceGetTemperature(self._handle, n.NVML_TEMPERATURE_GPU)),
-                power_w=n.nvmlDeviceGetPowerUsage(self._handle) / 1000,
-                throttle_reasons=int(n.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)),
-                driver=driver.decode() if isinstance(driver, bytes) else driver,
             )
         except Exception as cause:
-            self._warn(cause)
+            _warn_once(f"{type(cause).__name__}: {cause}")
             return None
 
-    def _warn(self, cause: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("NVML cannot be read (%s: %s); going on without clocks", type(cause).__name__, cause)
+
+@lru_cache(maxsize=1)
+def _warn_once(cause: str) -> None:
+    _log.warning("NVML cannot be read (%s); going on without clocks", cause)

@@ -98,11 +98,31 @@ class Problem:
         """The fewest bytes that must cross global memory: inputs read once, out written once."""
         return self.item_bytes * (self.m * self.k + 2 * self.n * self.k + self.m * self.n)
 
+    @property
+    def options(self) -> str:
+        """The problem as arguments of the command line."""
+        words = [f"{self.m},{self.n},{self.k} --dtype {self.dtype} --layout {self.layout}"]
+        words += [f"--math {self.math}"] if self.math != MATHS[0] else []
+        words += [f"--precision {self.precision}"] if self.precision != PRECISIONS[0] else []
+        natural = natural_alignment(self.m, self.n, self.k, self.dtype, self.layout)
+        words += [f"--alignment {self.alignment}"] if self.alignment != natural else []
+        return " ".join(words)
+
     def __str__(self) -> str:
         extras = [x for x, plain in ((self.precision, "ieee"), (self.math, "exact")) if x != plain]
         if self.alignment != MAX_ALIGNMENT:
             extras.append(f"align{self.alignment}")
         return " ".join([f"{self.m},{self.n},{self.k}", self.dtype, self.layout, *extras])
+
+
+def natural_alignment(m: int, n: int, k: int, dtype: str, layout: str) -> int:
+    """The alignment of a call whose four arrays are freshly allocated and packed."""
+
+    def packed(rows: int, columns: int) -> Matrix:
+        return canonical(Matrix(0, rows, columns, columns, 1, dtype, None, None))
+
+    weight = packed(k, n) if layout == "kn" else packed(n, k)
+    return alignment(Operands(packed(m, k), weight, weight, packed(m, n)))
 
 
 class Operands(NamedTuple):

@@ -135,9 +135,17 @@ def compare(xp: Any, actual: Any, expected: Any, tolerance: Any, dtype: str) -> 
         difference = abs(actual - expected)
         same_infinity = xp.isinf(actual) & (actual == expected)
         # a finite value past the largest of the type, less its tolerance, may round to infinity
-        overflow = xp.isinf(actual) & (abs(expected) + tolerance >= largest) & (xp.sign(actual) == xp.sign(expected))
+        overflow = (
+            xp.isinf(actual)
+            & xp.isfinite(tolerance)
+            & (abs(expected) + tolerance >= largest)
+            & (xp.sign(actual) == xp.sign(expected))
+        )
         both_nan = xp.isnan(actual) & xp.isnan(expected)
-        right = (difference <= tolerance) | same_infinity | overflow | both_nan
+        near = xp.isfinite(expected) & xp.isfinite(tolerance) & (difference <= tolerance)
+        # where an infinite term leaves no tolerance but the value is finite, it is an exact one
+        exact = xp.isfinite(expected) & ~xp.isfinite(tolerance) & (actual == expected)
+        right = near | exact | same_infinity | overflow | both_nan
         finite = xp.isfinite(actual) & xp.isfinite(expected)
         norm = float(xp.sqrt(xp.sum(xp.where(finite, expected, 0.0) ** 2)))
         wrong = int(xp.count_nonzero(~right))

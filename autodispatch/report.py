@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from autodispatch.device import DeviceInfo
 from autodispatch.dispatcher import Explanation
+from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
-from autodispatch.store import Layers, TuningStore
+from autodispatch.store import TuningStore
 from autodispatch.tuner import Result
 from autodispatch.variants import Registry
 
@@ -51,7 +53,7 @@ def survey_table(problem: Problem, device: DeviceInfo, results: Sequence[Result]
             f"{r.timing.mad:.2f}" if r.timing else "",
             f"{baseline / median:.2f}x" if baseline and median else "",
             f"{r.check.relative_error:.1e}" if r.check.relative_error is not None else "",
-            r.check.status if r.check.status == "ok" else f"{r.check.status}: {r.check.reason[:60]}",
+            r.check.status if r.check.status == "ok" else escape(f"{r.check.status}: {r.check.reason[:60]}"),
         )
     return table
 
@@ -137,14 +139,24 @@ def decisions_table(rows: Sequence[dict[str, Any]]) -> Table:
         gain = row["gain_over_other_path"]
         table.add_row(
             row["problem"],
-            f"{row['variant']} {short_config(json.dumps(row['config']))}",
+            escape(f"{row['variant']} {short_config(json.dumps(row['config']))}"),
             _us(row["median_us"]),
             f"{row['mad_us']:.2f}" if row["mad_us"] is not None else "",
             f"{gain:.2f}x" if gain else "",
             f"{row['relative_error']:.1e}" if row["relative_error"] is not None else "",
-            row["layer"],
+            escape(row["layer"]),
             "stale: the kernel has changed" if row["stale"] else "",
         )
+    return table
+
+
+def measurements_table(records: Sequence[MeasurementRecord]) -> Table:
+    table = Table("problem", "candidate", "stage", "status", "median us", "rel. error", "reason")
+    for r in records:
+        name = f"{r.variant} {short_config(r.config)}"
+        error = "" if r.relative_error is None else f"{r.relative_error:.1e}"
+        first_line = r.reason.partition("\n")[0]
+        table.add_row(str(r.problem), escape(name), r.stage, r.status, _us(r.median_us), error, escape(first_line))
     return table
 
 

@@ -10,9 +10,10 @@ from enum import Enum
 from autodispatch import heuristics
 from autodispatch.device import DeviceInfo
 from autodispatch.errors import StoreError, UnsupportedProblemError
+from autodispatch.layers import Layers
 from autodispatch.problem import Problem, log2_distance
-from autodispatch.records import DecisionRecord
-from autodispatch.store import Layers, TuningStore
+from autodispatch.records import DecisionRecord, DeviceRecord
+from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Registry
 
 _log = logging.getLogger("autodispatch")
@@ -80,7 +81,7 @@ def selections(
         reason = (
             f"the cost model expects {estimate.total * 1e6:.1f} us, bound by {estimate.bound}, "
             f"with {work.blocks} blocks on {device.sm_count} {'cores' if device.kind == 'cpu' else 'SMs'}, "
-            f"the fastest of {len(ranked)} candidates; nothing near was tuned"
+            f"the fastest of {len(ranked)} candidates; nothing near was tuned{_near_miss(device, layers)}"
         )
         yield Selection(ranked[0], Origin.HEURISTIC, reason, problem, device)
     library = registry.library(problem, device)
@@ -95,6 +96,17 @@ def selections(
         raise UnsupportedProblemError(f"some variant must serve {problem} on {device.name} (got none that can)")
 
 
+def _near_miss(device: DeviceInfo, layers: Layers | None) -> str:
+    """Names devices whose records do not serve this one, though a user may take them for the same."""
+    found: list[str] = []
+    for _, store in layers or ():
+        try:
+            found += [d.key for d in store.similar_devices(DeviceRecord.of(device))]
+        except StoreError as cause:
+            _log.warning("%s; it is left out of this look-up", cause)
+    return f" (records of {', '.join(dict.fromkeys(found))} are not for this {device.key})" if found else ""
+
+
 def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
     found = []
     for order, (name, store) in enumerate(layers):
@@ -107,7 +119,13 @@ def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers
             _log.warning("%s; it is left out of this look-up", cause)
     for distance, _, _, decision, name, store in sorted(found, key=lambda x: x[:3]):
         origin = Origin.TUNED if distance == 0 else Origin.BUCKET
-        yield from _usable(decision, origin, name, store, problem, device, registry)
+        try:
+            selection = _usable(decision, origin, name, store, problem, device, registry)
+        except StoreError as cause:
+            _log.warning("%s; it is left out of this look-up", cause)
+            continue
+        if selection is not None:
+            yield selection
 
 
 def _usable(
@@ -118,24 +136,24 @@ def _usable(
     problem: Problem,
     device: DeviceInfo,
     registry: Registry,
-) -> Iterator[Selection]:
-    """The decision as a selection, or nothing if this version's code is not what was measured."""
+) -> Selection | None:
+    """The decision as a selection, or None if this version's code is not what was measured."""
     measurement = store.measurement(decision.leader)
     if measurement is None:
-        return
+        return None
     try:
         candidate = registry.parse(measurement.variant, measurement.config)
     except ValueError as cause:
         _log.debug("the record %s is not used: %s", measurement.id, cause)
-        return
+        return None
     if candidate.variant.digest != measurement.digest:
         _log.debug("the record %s is not used: %s has changed since", measurement.id, measurement.variant)
-        return
+        return None
     if candidate.variant.unmet(problem, device) or candidate.variant.space.violations(
         candidate.config, problem, device
     ):
-        return
+        return None
     reason = f"measured {measurement.median_us:.1f} us, the fastest of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:
         reason += f" at m = {decision.m}, the nearest tuned m"
-    yield Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)
+    return Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)

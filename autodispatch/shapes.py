@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autodispatch.problem import MATHS, Problem
+from autodispatch.problem import ITEM_BYTES, MATHS, PRECISIONS, Problem, check_choice, natural_alignment
 
 LADDER = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -53,8 +53,22 @@ def from_hf_config(path: Path) -> tuple[int, int]:
 
 
 def problems(
-    shapes: Iterable[tuple[int, int, int]], dtypes: Sequence[str], layouts: Sequence[str], math: str = MATHS[0]
+    shapes: Iterable[tuple[int, int, int]],
+    dtypes: Sequence[str],
+    layouts: Sequence[str],
+    math: str = MATHS[0],
+    precision: str = PRECISIONS[0],
+    alignment: int | None = None,
 ) -> list[Problem]:
-    """Every combination, in a stable order, without repetitions."""
-    found = [Problem(m, n, k, d, layout, math=math) for d in dtypes for layout in layouts for m, n, k in shapes]
+    """Every combination, in a stable order, without repetitions.
+
+    The alignment is that of packed arrays of the shape unless one is given.
+    """
+    found = []
+    for dtype in dtypes:
+        check_choice("dtype", dtype, tuple(ITEM_BYTES))
+        for layout in layouts:
+            for m, n, k in shapes:
+                bytes_ = alignment or natural_alignment(m, n, k, dtype, layout)
+                found.append(Problem(m, n, k, dtype, layout, bytes_, precision=precision, math=math))
     return list(dict.fromkeys(found))

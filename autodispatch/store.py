@@ -1,7 +1,6 @@
-"""TuningStore: what was measured and decided, in SQLite; and the layers in which a look-up searches.
+"""TuningStore: what was measured and decided, in SQLite.
 
-Every write is one short BEGIN IMMEDIATE transaction. A store that cannot be used never stops a computation: the layers
-fall back to memory and say so once.
+Every write is one short BEGIN IMMEDIATE transaction.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from sqlite_utils import Database
 
 from autodispatch.errors import StoreError
@@ -33,6 +33,11 @@ from autodispatch.records import (
     now,
     problem_fields,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger("autodispatch")
 BUSY_TIMEOUT_S = 60.0
@@ -63,12 +68,33 @@ class TuningStore:
         try:
             return self._open()
         except sqlite3.DatabaseError as cause:
-            if not _is_corruption(cause) or self.read_only or self.path is None:
+            if not self._is_damaged(cause):
                 raise StoreError(f"{self.path} must be a readable SQLite database (got {cause})") from cause
-            self._move_aside(cause)
-            return self._open()
+            return self._replace()
         except OSError as cause:
             raise StoreError(f"{self.path} must be in a folder that can be written (got {cause})") from cause
+
+    def _is_damaged(self, error: sqlite3.DatabaseError) -> bool:
+        """Whether the file itself is corrupt and ours to replace: not locked, not forbidden, no mistake in a statement.
+
+        sqlite3 raises DatabaseError itself for SQLITE_CORRUPT and SQLITE_NOTADB, and a subclass for all else.
+        """
+        return type(error) is sqlite3.DatabaseError and not self.read_only and self.path is not None
+
+    def _replace(self) -> Database:
+        """Moves the corrupt file aside and begins anew; of several processes that find it corrupt, one does it."""
+        assert self.path is not None
+        try:
+            with _exclusive(self.path.with_name(self.path.name + ".lock")):
+                try:
+                    return self._open()
+                except sqlite3.DatabaseError as cause:
+                    if not self._is_damaged(cause):
+                        raise
+                    self._move_aside(cause)
+                    return self._open()
+        except (sqlite3.Error, OSError) as cause:
+            raise StoreError(f"{self.path} is corrupt and could not be replaced ({cause})") from cause
 
     def _open(self) -> Database:
         if self.path is None:
@@ -98,9 +124,11 @@ class TuningStore:
 
     def _check_schema(self, db: Database) -> None:
         """Refuses a newer schema and a file of another program; writes nothing."""
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        application = db.execute("PRAGMA application_id").fetchone()[0]
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        db.conn.execute("BEGIN")  # one view of the file, while another process may be making it
+        version = db.conn.execute("PRAGMA user_version").fetchone()[0]
+        application = db.conn.execute("PRAGMA application_id").fetchone()[0]
+        tables = db.conn.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        db.conn.commit()
         if tables and application != APPLICATION_ID:
             raise StoreError(f"{self.path} must be a tuning database or a new file (got a database of another program)")
         if version > SCHEMA_VERSION:
@@ -147,17 +175,19 @@ class TuningStore:
         db.conn.commit()
 
     def _run(self, work: Callable[[Database], T]) -> T:
-        """Does the work; if the file turns out corrupt, once more on a new one."""
+        """Does the work; if the file turns out corrupt, once more on a new one. Raises StoreError."""
         with self._lock:
             try:
-                return work(self._db)
-            except sqlite3.DatabaseError as cause:
-                if not _is_corruption(cause) or self.read_only or self.path is None:
-                    raise StoreError(f"{self.path} could not be used ({cause})") from cause
-                self._db.conn.close()
-                self._move_aside(cause)
-                self._db = self._open()
-                return work(self._db)
+                try:
+                    return work(self._db)
+                except sqlite3.DatabaseError as cause:
+                    if not self._is_damaged(cause):
+                        raise
+                    self._db.conn.close()
+                    self._db = self._replace()
+                    return work(self._db)
+            except sqlite3.Error as cause:
+                raise StoreError(f"{self.path or 'the store in memory'} could not be used ({cause})") from cause
 
     def _write(self, work: Callable[[Database], T]) -> T:
         if self.read_only:
@@ -244,11 +274,12 @@ class TuningStore:
             sql += " AND regime = ?"
             parameters = (*parameters, regime)
         rows = self._run(lambda db: list(db.query(f"{sql} ORDER BY decided_at DESC, regime", parameters)))
-        return [as_record(DecisionRecord, row) for row in rows]
+        return _good(DecisionRecord, rows)
 
     def measurement(self, measurement_id: str) -> MeasurementRecord | None:
         rows = self._run(lambda db: list(db.query("SELECT * FROM measurements WHERE id = ?", (measurement_id,))))
-        return as_record(MeasurementRecord, rows[0]) if rows else None
+        found = _good(MeasurementRecord, rows)
+        return found[0] if found else None
 
     def measurements(self, device_key: str | None = None, problem: Problem | None = None) -> list[MeasurementRecord]:
         """Measurements, fastest first within a problem; of one device or problem if given."""
@@ -257,11 +288,11 @@ class TuningStore:
         where = f" WHERE {_equal(tuple(fields))}" if fields else ""
         order = " ORDER BY device_key, n, k, dtype, layout, m, median_us IS NULL, median_us, id"
         rows = self._run(lambda db: list(db.query(f"SELECT * FROM measurements{where}{order}", tuple(fields.values()))))
-        return [as_record(MeasurementRecord, row) for row in rows]
+        return _good(MeasurementRecord, rows)
 
     def all_of(self, record_type: type[Any], device_key: str | None = None) -> list[Any]:
         """Every record of one type, in a stable order; of one device if given."""
-        return [as_record(record_type, row) for row in self.rows(record_type, device_key)]
+        return _good(record_type, self.rows(record_type, device_key))
 
     def rows(self, record_type: type[Any], device_key: str | None = None) -> list[dict[str, Any]]:
         """The rows of `all_of` as they are stored, for a reader that does not trust them."""
@@ -272,6 +303,12 @@ class TuningStore:
         key = ORDER[table]
         sql = f"SELECT * FROM {table}{where} ORDER BY {key}"
         return self._run(lambda db: list(db.query(sql, (device_key,) if filtered else ())))
+
+    def similar_devices(self, device: DeviceRecord) -> list[DeviceRecord]:
+        """Other devices with records, of the same name or the same compute capability."""
+        sql = "SELECT * FROM devices WHERE key <> ? AND kind = ? AND (name = ? OR compute_capability = ?) ORDER BY key"
+        values = (device.key, device.kind, device.name, device.compute_capability)
+        return _good(DeviceRecord, self._run(lambda db: list(db.query(sql, values))))
 
     def misses(self) -> list[dict[str, Any]]:
         """Problems that were asked for and not found, most wanted first."""
@@ -306,49 +343,13 @@ ORDER = {
 }
 
 
-class Layers:
-    """The databases that a look-up searches, first hit first: the user's own, read-only ones, what is shipped."""
-
-    def __init__(self, layers: Sequence[tuple[str, TuningStore]]) -> None:
-        if not layers:
-            raise StoreError("layers must hold at least one store (got none)")
-        self.layers = list(layers)
-
-    @property
-    def user(self) -> TuningStore:
-        return self.layers[0][1]
-
-    def __iter__(self) -> Iterator[tuple[str, TuningStore]]:
-        return iter(self.layers)
-
-    @classmethod
-    def open(cls, database: Path, read_only: Sequence[Path] = (), shipped: TuningStore | None = None) -> Layers:
-        """Opens what can be opened. What cannot is left out with one warning; the user's own is then kept in memory."""
-        try:
-            layers = [("user", TuningStore(database))]
-        except StoreError as cause:
-            _log.warning("%s; tuning is kept in memory only", cause)
-            layers = [("memory", TuningStore())]
-        for path in read_only:
-            try:
-                layers.append((str(path), TuningStore(path, read_only=True)))
-            except StoreError as cause:
-                _log.warning("%s; it is left out", cause)
-        if shipped is not None:
-            layers.append(("shipped", shipped))
-        return cls(layers)
-
-    def close(self) -> None:
-        for _, store in self.layers:
-            store.close()
-
-
-def _is_corruption(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself is damaged: not locked, not forbidden, not a mistake in a statement.
-
-    sqlite3 raises DatabaseError itself for SQLITE_CORRUPT and SQLITE_NOTADB, and a subclass for all else.
-    """
-    return type(error) is sqlite3.DatabaseError
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Holds a lock file; without one where the system has no flock."""
+    with path.open("w") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _equal(columns: tuple[str, ...]) -> str:
@@ -374,6 +375,17 @@ def _find_decision(db: Database, record: DecisionRecord) -> Any:
 def _row(record: Record) -> dict[str, Any]:
     values = record.model_dump()
     return {k: json.dumps(v) if k in _JSON_COLUMNS else v for k, v in values.items()}
+
+
+def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The rows as records; one that somebody spoiled is left out with a warning."""
+    found = []
+    for row in rows:
+        try:
+            found.append(as_record(record_type, row))
+        except (ValidationError, ValueError, TypeError) as cause:
+            _log.warning("a row of %s is not a record and is left out: %s", TABLES[record_type], cause)
+    return found
 
 
 def as_record(record_type: type[Any], row: dict[str, Any]) -> Any:

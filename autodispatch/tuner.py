@@ -94,8 +94,8 @@ class Tuner:
         self._bench.require()
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
-        self._bench.load(problem)
         try:
+            self._load(problem)
             results = self._screen(problem, candidates, deadline)
             good = [r for r in results if r.timing is not None]
             if not good:
@@ -110,8 +110,8 @@ class Tuner:
     def survey(self, problem: Problem, candidates: Sequence[Candidate] | None = None, rounds: int = 10) -> list[Result]:
         """Times candidates against each other in interleaved rounds without deciding; fastest first, failures last."""
         self._bench.require()
-        self._bench.load(problem)
         try:
+            self._load(problem)
             results = self._screen(problem, candidates or self.shortlist(problem, "quick"), None)
             good = [r for r in results if r.timing is not None and r.trial is not None]
             self._bench.heat_up()
@@ -121,6 +121,14 @@ class Tuner:
             return sorted(timed, key=lambda r: r.timing.median if r.timing else 0.0) + failed
         finally:
             self._bench.unload()
+
+    def _load(self, problem: Problem) -> None:
+        try:
+            self._bench.load(problem)
+        except MemoryError as cause:
+            raise AutodispatchError(
+                f"the inputs and the reference of {problem} must fit into memory ({cause})"
+            ) from cause
 
     def shortlist(self, problem: Problem, effort: str) -> list[Candidate]:
         """The candidates to try, likely winners first: always each variant's default and the library."""

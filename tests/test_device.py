@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from autodispatch import device
+from autodispatch import nvml as nvml_module
 from autodispatch.device import from_cuda, mig_profile, normalised_name, uuid_text
 from autodispatch.nvml import Nvml
 from tests.fakes import H200, like
@@ -118,29 +119,18 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         raise AssertionError("NVML's index is not CUDA's")
 
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
-        self._maybe_fail("read")
-        return b"580.1"
-
     def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:  # noqa: N802
+        self._maybe_fail("read")
         return self.clocks[handle]
 
     def nvmlDeviceGetTemperature(self, handle: str, kind: int) -> int:  # noqa: N802
         return 40
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        return 100_000
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
-        return 0
-
-
-@pytest.mark.parametrize("visible", ["1", "1,0", f"GPU-{UUID_TEXT}", "", "0,0", "2,banana,1"])
-def test_nvml_is_asked_by_uuid_whatever_is_visible(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_nvml_is_asked_by_uuid_and_never_by_index() -> None:
     reading = Nvml(UUID_TEXT, FakeNvml()).read()
     assert reading is not None
-    assert (reading.sm_clock_mhz, reading.driver) == (1980, "580.1")
+    assert (reading.sm_clock_mhz, reading.temperature_c) == (1980, 40)
     assert Nvml("ffff", FakeNvml()).read() is None
     assert Nvml("", FakeNvml()).read() is None
 
@@ -153,9 +143,11 @@ def test_a_mig_slice_is_found_by_its_own_uuid() -> None:
 
 @pytest.mark.parametrize("fails", ["init", "read"])
 def test_a_broken_nvml_costs_one_warning(fails: str, warnings_logged: pytest.LogCaptureFixture) -> None:
-    nvml = Nvml(UUID_TEXT, FakeNvml(fails))
-    assert nvml.read() is None
-    assert nvml.read() is None
+    nvml_module._warn_once.cache_clear()
+    for _ in range(2):
+        nvml = Nvml(UUID_TEXT, FakeNvml(fails))
+        assert nvml.read() is None
+        assert nvml.read() is None
     assert [r.getMessage().startswith("NVML cannot be read") for r in warnings_logged.records] == [True]
 
 

@@ -10,10 +10,11 @@ import pytest
 from autodispatch import heuristics
 from autodispatch.device import DeviceInfo, cpu_device
 from autodispatch.errors import StoreError, UnsupportedProblemError
+from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord
 from autodispatch.selection import Origin, select, selections
-from autodispatch.store import Layers, TuningStore
+from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import VARIANTS, Candidate, Registry, Variant
 from tests.fakes import A100, GPUS, H200, FakeVariant, FakeWorkbench, like, registry_of

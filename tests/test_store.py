@@ -17,6 +17,7 @@ import pytest
 from autodispatch import resources
 from autodispatch.device import cpu_device, environment
 from autodispatch.errors import StoreError
+from autodispatch.layers import Layers
 from autodispatch.migrations import APPLICATION_ID, INITIAL, SCHEMA_VERSION
 from autodispatch.problem import Problem
 from autodispatch.records import (
@@ -27,7 +28,7 @@ from autodispatch.records import (
     SessionRecord,
     problem_fields,
 )
-from autodispatch.store import Layers, TuningStore
+from autodispatch.store import TuningStore
 
 CPU = cpu_device()
 PROBLEM = Problem(8, 16, 32, "float32")

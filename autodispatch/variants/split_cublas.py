@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from autodispatch import cublas
 from autodispatch.config import Config, ConfigSpace, Restriction
-from autodispatch.device import DeviceInfo
+from autodispatch.device import DeviceInfo, is_capturing
+from autodispatch.errors import LaunchError
 from autodispatch.launch import ceil_div, round_up
 from autodispatch.problem import Problem
 from autodispatch.variants.activation_product import ActivationProduct, Intermediate, intermediate_dtypes
@@ -73,6 +74,10 @@ class _SplitCublas(Executable):
     def __call__(self, call: Call) -> None:
         a, b1, b2, out = call.operands
         c = self._intermediate
+        if not cublas.has_handle(self._device) and is_capturing(call.stream.ptr):
+            raise LaunchError(
+                "a thread's first cuBLAS call must be made outside CUDA graph capture (got a capturing stream)"
+            )
         for b, address in ((b1, call.workspace), (b2, call.workspace + c.matrix_bytes)):
             cublas.product(
                 self._device,

@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autodispatch.benchmark import CudaWorkbench
+from autodispatch.device import cuda_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import LaunchError, UnsupportedProblemError
+from autodispatch.problem import Problem
 from autodispatch.reference import decode
+from autodispatch.settings import Settings
+from autodispatch.tuner import Tuner
+from autodispatch.variants import VARIANTS, Registry
 from tests.gpu.conftest import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -26,9 +32,11 @@ def random(array: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def views(cupy: Any, random: Callable[..., Any], dtype: str) -> dict[str, tuple[Any, Any, Any]]:
-    """Arguments of one logical shape (3, 7, 5), each laid out in another way."""
-    m, n, k = 3, 7, 5
+def views(
+    cupy: Any, random: Callable[..., Any], dtype: str, shape: tuple[int, int, int] = (3, 7, 5)
+) -> dict[str, tuple[Any, Any, Any]]:
+    """Arguments of one logical shape, each laid out in another way. No two layouts agree by luck."""
+    m, n, k = shape
     a, b1, b2 = random(m, k, dtype), random(k, n, dtype), random(k, n, dtype)
     packed = random(k, 2 * n, dtype)
     packed_nk = random(2 * n, k, dtype)
@@ -54,6 +62,7 @@ def views(cupy: Any, random: Callable[..., Any], dtype: str) -> dict[str, tuple[
     }
 
 
+@pytest.mark.parametrize("shape", [(3, 7, 5), (24, 56, 40)], ids=["odd", "aligned"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_view_is_read_as_the_array_it_stands_for(
     cupy: Any,
@@ -62,8 +71,12 @@ def test_every_view_is_read_as_the_array_it_stands_for(
     serving: Callable[..., list[str]],
     assert_right: Callable[..., None],
     dtype: str,
+    shape: tuple[int, int, int],
 ) -> None:
-    for name, args in views(cupy, random, dtype).items():
+    if shape[0] == 24 and dtype != "float32":
+        for case in ("packed weights", "packed transposed weights", "every other row"):
+            assert {"fused_mma", "split_mma"} <= set(serving(*views(cupy, random, dtype, shape)[case])), case
+    for name, args in views(cupy, random, dtype, shape).items():
         before = [x.copy() for x in args]
         for variant in (None, *serving(*args)):
             out = dispatcher.run(*args, candidate=variant)
@@ -92,6 +105,9 @@ def test_contiguous_but_misaligned_arrays_are_right_even_where_a_tuned_winner_wa
     position: int,
 ) -> None:
     m = n = k = 64
+    tuned = Tuner(dispatcher.layers.user, CudaWorkbench(cuda_device(0))).tune(Problem(m, n, k, "float16"))
+    winner = dispatcher.layers.user.measurement(tuned.leader)
+    assert winner is not None
     aligned = [random(m, k), random(k, n), random(k, n), cupy.empty((m, n), np.float16)]
     dispatcher.run(*aligned[:3], out=aligned[3])
     buffer = cupy.empty(m * k + 1, np.float16)
@@ -283,7 +299,10 @@ def test_a_new_problem_is_refused_in_a_capture_and_a_known_one_is_captured(
             stream.begin_capture()
             dispatcher.run(a, b1, b2, out=out, candidate=variant)
             graph = stream.end_capture()
+            # memory that the graph uses must not be handed out to these
+            others = [cupy.full(size, 7, np.uint8) for size in (512, 33 * 48 * 8, 1 << 20, 33 << 20)]
             graph.launch(stream)
+            assert all(bool((x == 7).all()) for x in others)
             stream.synchronize()
             assert_right(out, a, b1, b2)
 
@@ -356,17 +375,22 @@ def test_an_operand_past_two_to_the_31_elements(
 
 
 def test_a_call_without_memory_for_scratch_space_is_served_by_a_fused_candidate(
-    cupy: Any, dispatcher: Dispatcher, random: Callable[..., Any], assert_right: Callable[..., None]
+    cupy: Any, settings: Settings, random: Callable[..., Any], assert_right: Callable[..., None]
 ) -> None:
     a, b1, b2 = random(512, 64), random(64, 512), random(64, 512)
     out = cupy.empty((512, 512), np.float16)
-    dispatcher.run(a, b1, b2, out=out, candidate="split_mma")
+    registry = Registry({n: VARIANTS[n] for n in ("split_mma", "fused_simt")})
+    dispatcher = Dispatcher(settings, registry=registry)
+    assert dispatcher.explain(a, b1, b2, out=out).selection.candidate.variant.name == "split_mma"
+    dispatcher.run(a, b1, b2, out=out)
     out.fill(np.nan)
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     pool.set_limit(size=pool.total_bytes() + 1024)
     try:
-        dispatcher.run(a, b1, b2, out=out, candidate="split_mma")
+        dispatcher.run(a, b1, b2, out=out)
+        with pytest.raises(MemoryError):
+            dispatcher.run(a, b1, b2, out=out, candidate="split_mma")
     finally:
         pool.set_limit(size=0)
     assert_right(out, a, b1, b2)
