@@ -21,13 +21,13 @@ __global__ void __launch_bounds__(TileM * 32, 1)
       Pack<T, Vector> result;
 #pragma unroll
       for (int i = 0; i < Vector; ++i) {
-        result.values[i] = from_float<T>(Activation::apply(to_float(gate.values[i])) * to_float(up.values[i]));
+        result.values[i] = from_float<T>(Activation::template apply<T>(to_float(gate.values[i])) * to_float(up.values[i]));
       }
       *reinterpret_cast<Pack<T, Vector>*>(out + row * ldout + column) = result;
     } else {
       for (long long x = column; x < n; ++x) {
         out[row * ldout + x] =
-            from_float<T>(Activation::apply(to_float(c1[row * ldc + x])) * to_float(c2[row * ldc + x]));
+            from_float<T>(Activation::template apply<T>(to_float(c1[row * ldc + x])) * to_float(c2[row * ldc + x]));
       }
     }
   }

@@ -15,15 +15,15 @@ __global__ void __launch_bounds__(WarpsM * WarpsN * 32, 1)
     fused_mma(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
               long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   extern __shared__ uint4 shared[];
-  const Tile tile = grouped_tile<GroupM>(blockIdx.x, ceil_div(m, TileM), ceil_div(n, TileN));
+  const auto tile = grouped_tile<GroupM, long long>(blockIdx.x, ceil_div(m, TileM), ceil_div(n, TileN));
   MmaMainloop<T, Layout, TileM, TileN, TileK, NumStages, WarpsM, WarpsN, 2> loop;
   loop.run(reinterpret_cast<T*>(shared), a, {b1, b2}, tile.m, tile.n, m, n, k, lda, {ldb1, ldb2});
   loop.for_each_pair(tile.m, tile.n, [&](long long row, long long column, int i, int j, int x) {
     const auto& gate = loop.accumulators[0][i][j];
     const auto& up = loop.accumulators[1][i][j];
     if (row < m) {
-      store_pair(out + row * ldout, column, n, Activation::apply(gate[x]) * up[x],
-                 Activation::apply(gate[x + 1]) * up[x + 1]);
+      store_pair(out + row * ldout, column, n, Activation::template apply<T>(gate[x]) * up[x],
+                 Activation::template apply<T>(gate[x + 1]) * up[x + 1]);
     }
   });
 }

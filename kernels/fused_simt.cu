@@ -15,11 +15,11 @@ __global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN), 1)
                long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   using Loop = SimtMainloop<T, Layout, TileM, TileN, TileK, ThreadM, ThreadN, 2>;
   __shared__ typename Loop::Shared shared;
-  const Tile tile = grouped_tile<GroupM>(blockIdx.x, ceil_div(m, TileM), ceil_div(n, TileN));
+  const auto tile = grouped_tile<GroupM, long long>(blockIdx.x, ceil_div(m, TileM), ceil_div(n, TileN));
   Loop loop;
   loop.run(shared, a, {b1, b2}, tile.m, tile.n, m, n, k, lda, {ldb1, ldb2});
   loop.for_each(tile.m, tile.n, m, n, [&](long long row, long long column, int i, int j) {
     out[row * ldout + column] =
-        from_float<T>(Activation::apply(loop.accumulators[0][i][j]) * loop.accumulators[1][i][j]);
+        from_float<T>(Activation::template apply<T>(loop.accumulators[0][i][j]) * loop.accumulators[1][i][j]);
   });
 }

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__((TileM / ThreadM) * (TileN / ThreadN), 1)
   const long long tiles_m = ceil_div(m, TileM);
   const long long tiles_n = ceil_div(n, TileN);
   const bool second = blockIdx.x >= tiles_m * tiles_n;
-  const Tile tile = grouped_tile<GroupM>(blockIdx.x - (second ? tiles_m * tiles_n : 0), tiles_m, tiles_n);
+  const auto tile = grouped_tile<GroupM, long long>(blockIdx.x - (second ? tiles_m * tiles_n : 0), tiles_m, tiles_n);
   float* c = second ? c2 : c1;
   Loop loop;
   loop.run(shared, a, {second ? b2 : b1}, tile.m, tile.n, m, n, k, lda, {second ? ldb2 : ldb1});

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(384, 1)
     split_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b1,
                 const __grid_constant__ TensorMap b2, C* __restrict__ c1, C* __restrict__ c2, long long m, long long n,
                 long long k, long long ldc) {
-  using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 1>;
+  using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 1, 1>;
   extern __shared__ char unaligned[];
   char* shared = align_1024(unaligned);
   Barrier* barriers = reinterpret_cast<Barrier*>(shared + NumStages * Pipeline::StageBytes);
@@ -26,37 +26,39 @@ __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
 
-  const long long tiles_m = ceil_div(m, TileM);
-  const long long tiles_n = ceil_div(n, TileN);
-  const int half = static_cast<int>(tiles_m * tiles_n);
+  const int tiles_m = static_cast<int>(ceil_div(m, TileM));
+  const int tiles_n = static_cast<int>(ceil_div(n, TileN));
+  const int half = tiles_m * tiles_n;
   const int k_blocks = static_cast<int>(ceil_div(k, Pipeline::TileK));
+  const int grid = gridDim.x;
   const int group = threadIdx.x / 128;
   typename Pipeline::Position position;
   if (group == 0) {
     registers_decrease<40>();
     if (threadIdx.x == 0) {
-      for (int i = blockIdx.x; i < 2 * half; i += gridDim.x) {
-        const Tile tile = grouped_tile<GroupM>(i < half ? i : i - half, tiles_m, tiles_n);
-        pipeline.template produce<false>(position, a, {i < half ? &b1 : &b2}, static_cast<int>(tile.m) * TileM,
-                                         static_cast<int>(tile.n) * TileN, k_blocks, 0, 0);
+      for (int i = blockIdx.x; i < 2 * half; i += grid) {
+        const auto tile = grouped_tile<GroupM, int>(i < half ? i : i - half, tiles_m, tiles_n);
+        pipeline.template produce<false>(position, a, {i < half ? &b1 : &b2}, tile.m * TileM, tile.n * TileN, k_blocks, 0,
+                                         0);
       }
     }
   } else {
     registers_increase<232>();
     if (group == 2) position.advance(k_blocks);
-    for (int i = blockIdx.x + (group - 1) * gridDim.x; i < 2 * half; i += 2 * gridDim.x) {
+    for (int i = blockIdx.x + (group - 1) * grid; i < 2 * half; i += 2 * grid) {
       typename Pipeline::Accumulators d;
-      if (i != static_cast<int>(blockIdx.x)) named_barrier_sync(group, 256);  // the very first tile waits for nobody
-      const int last = pipeline.multiply(position, d, k_blocks);
-      if (i + static_cast<int>(gridDim.x) < 2 * half) named_barrier_arrive(3 - group, 256);
+      Pipeline::clear(d);
+      if (i != static_cast<int>(blockIdx.x)) named_barrier_sync(group, 256);  // the first waits for nobody
+      const int last = pipeline.multiply(position, d, k_blocks, 0);
+      if (i + grid < 2 * half) named_barrier_arrive(3 - group, 256);
       wgmma_wait<0>();
       if (threadIdx.x % 128 == 0) barrier_arrive(pipeline.empty + last);
       position.advance(k_blocks);  // past the other group's tile
-      const Tile tile = grouped_tile<GroupM>(i < half ? i : i - half, tiles_m, tiles_n);
+      const auto tile = grouped_tile<GroupM, int>(i < half ? i : i - half, tiles_m, tiles_n);
       C* c = i < half ? c1 : c2;
       const int lane = threadIdx.x % 32;
-      const long long row0 = tile.m * TileM + threadIdx.x % 128 / 32 * 16 + lane / 4;
-      const long long column0 = tile.n * TileN + lane % 4 * 2;
+      const long long row0 = static_cast<long long>(tile.m) * TileM + threadIdx.x % 128 / 32 * 16 + lane / 4;
+      const long long column0 = static_cast<long long>(tile.n) * TileN + lane % 4 * 2;
 #pragma unroll
       for (int r = 0; r < Pipeline::RowBlocks; ++r) {
         pin_registers(d[r]);

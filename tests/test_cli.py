@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from autodispatch import cli
 from autodispatch.benchmark import FINAL_ROUNDS
+from autodispatch.dispatcher import Dispatcher
+from autodispatch.problem import Problem
+from autodispatch.selection import Origin
+from autodispatch.settings import Settings
 from autodispatch.shapes import LADDER, from_hf_config, parse_shape, parse_sizes, problems
 from autodispatch.store import TuningStore
 
@@ -212,3 +217,52 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> Non
     path.write_text(text)
     with pytest.raises(ValueError, match="must"):
         from_hf_config(path)
+
+
+def test_what_is_tuned_is_what_a_call_with_packed_arrays_asks_for() -> None:
+    tuned("3,5,7", "64,100,64")
+    d = Dispatcher(Settings.from_environment())
+    for m, n, k in ((3, 5, 7), (64, 100, 64)):
+        a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+        assert d.explain(a, b, b).selection.origin is Origin.TUNED
+    d.close()
+    (explained,) = json.loads(run("explain", "8,32,16", *CPU, "--alignment", "4", "--json").stdout)
+    assert explained["problem"]["alignment"] == 4
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(3, 5, 7, "float32", "kn", 4),
+        Problem(8, 32, 16, "float16", "nk", 2),
+        Problem(8, 32, 16, "bfloat16", math="fast"),
+        Problem(8, 32, 16, "float32", precision="tf32"),
+    ],
+    ids=str,
+)
+def test_the_command_that_a_warning_names_means_the_same_problem(problem: Problem) -> None:
+    (explained,) = json.loads(run("explain", *problem.options.split(), *CPU, "--json").stdout)
+    assert Problem(**explained["problem"]) == problem
+
+
+def test_results_that_could_not_be_stored_are_an_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way of a folder")
+    words = [sys.executable, "-m", "autodispatch", "tune", "8,8,8", *CPU, "--database", str(blocked / "t.db")]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "StoreError" in result.stderr
+    words = [sys.executable, "-m", "autodispatch", "export", str(tmp_path / "absent" / "x.jsonl")]
+    tuned("8,32,16")
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    run("bench", "8,8,8", *CPU, "--output", str(tmp_path / "absent" / "x.json"), expect=2)
+
+
+def test_brackets_in_foreign_text_are_no_markup(tmp_path: Path) -> None:
+    tuned("8,32,16")
+    path = tmp_path / "x.jsonl"
+    run("export", str(path))
+    path.write_text(path.read_text() + '{"record": "session", "[/b]": 1}\n')
+    assert "[/b]" in run("import", str(path), "--database", str(tmp_path / "other.db")).output

@@ -14,7 +14,7 @@ from autodispatch import dispatcher as module
 from autodispatch.benchmark import CpuWorkbench
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
-from autodispatch.errors import AutodispatchError, StoreError, UnsupportedProblemError
+from autodispatch.errors import AutodispatchError, LaunchError, StoreError, UnsupportedProblemError
 from autodispatch.problem import Problem
 from autodispatch.selection import Origin
 from autodispatch.settings import Settings
@@ -254,3 +254,36 @@ def test_the_module_level_functions_share_one_dispatcher(tmp_path: Path) -> None
     assert module.explain(a, b1, b2).selection.origin is Origin.HEURISTIC
     module.configure(Settings(tmp_path / "u.db"))
     assert "autodispatch" in sys.modules
+
+
+def test_wrong_out_is_refused_before_a_tuning_begins(tmp_path: Path) -> None:
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="tune"))
+    a, b1, b2 = arguments(24, 32, 32)
+    with pytest.raises(ValueError, match="out must not overlap a"):
+        d.run(a, b1, b2, out=a)
+    assert not (tmp_path / "t.db").exists()
+
+
+def test_masked_arrays_are_refused(dispatcher: Dispatcher) -> None:
+    a, b1, b2 = arguments()
+    with pytest.raises(TypeError, match=r"b1 must be a NumPy array like the other arguments \(got numpy.ma"):
+        dispatcher.run(a, np.ma.masked_array(b1, b1 > 0), b2)
+
+
+def test_there_is_nothing_to_explain_where_nothing_is_launched(dispatcher: Dispatcher) -> None:
+    a, b1, b2 = arguments(0)
+    with pytest.raises(UnsupportedProblemError, match="nothing is launched"):
+        dispatcher.explain(a, b1, b2)
+
+
+def test_a_library_that_cannot_be_loaded_is_passed_over(
+    settings: Settings, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    class Unloadable(FakeVariant):
+        def executable(self, *_: Any) -> Any:
+            raise LaunchError("cuBLAS 12 or newer must be loadable")
+
+    registry = Registry({**registry_of(Unloadable("library", speeds=(0,))), "cpu_split": VARIANTS["cpu_split"]})
+    a, b1, b2 = arguments()
+    assert_right(Dispatcher(settings, registry=registry).run(a, b1, b2), a, b1, b2)
+    assert "must be loadable" in warnings_logged.text

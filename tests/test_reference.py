@@ -151,3 +151,13 @@ def test_large_results_are_checked_at_both_ends_and_between(monkeypatch: pytest.
     assert rows[0].start == 0
     assert rows[-1].stop == 1000
     assert sum(r.stop - r.start for r in rows) * 16 <= 4096
+
+
+@pytest.mark.parametrize(("gate", "up", "right"), [(np.inf, 1.0, np.inf), (np.inf, -1.0, -np.inf), (-np.inf, 2.0, 0.0)])
+def test_infinite_terms_leave_one_right_value(gate: float, up: float, right: float) -> None:
+    problem = Problem(1, 1, 1, "float32")
+    one, b1, b2 = (np.array([[x]], np.float32) for x in (1.0, gate, up))
+    expected, tolerance = reference(one, b1, b2, problem)
+    for value in (0.0, 123.0, np.inf, -np.inf, np.nan):
+        status = compare(np, np.array([[value]]), expected, tolerance, "float32").status
+        assert (status == "ok") == (value == right), value

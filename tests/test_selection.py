@@ -111,6 +111,13 @@ def test_other_fields_of_the_device_do_not_matter(store: TuningStore, change: di
     assert select(PROBLEM, like(CPU, **change), registry(), Layers([("user", store)])).origin is Origin.TUNED
 
 
+def test_a_near_miss_names_both_devices(store: TuningStore) -> None:
+    other = like(CPU, sm_count=CPU.sm_count + 1)
+    tuned(store, device=other)
+    reason = select(PROBLEM, CPU, registry(), Layers([("user", store)])).reason
+    assert f"records of {other.key} are not for this {CPU.key}" in reason
+
+
 def test_a_record_of_changed_kernels_is_a_miss_and_stays(store: TuningStore) -> None:
     tuned(store)
     layers = Layers([("user", store)])

@@ -335,3 +335,64 @@ def test_threads_share_a_store(store: TuningStore) -> None:
         thread.join()
     assert store.counts()["measurements"] == 400
     assert multiprocessing.active_children() == []
+
+
+OPENER = """
+import sys
+from pathlib import Path
+from tests.test_store import begin
+from autodispatch.store import TuningStore
+sys.stdin.readline()
+begin(TuningStore(Path(sys.argv[1])), session=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("content", [None, b"not a database " * 600], ids=["absent", "corrupt"])
+def test_processes_that_open_a_file_at_once_agree_on_one_database(tmp_path: Path, content: bytes | None) -> None:
+    root = Path(__file__).parent.parent
+    for attempt in range(3):
+        path = tmp_path / str(attempt) / "tuning.db"
+        path.parent.mkdir()
+        if content is not None:
+            path.write_bytes(content)
+        words = [sys.executable, "-c", OPENER, str(path)]
+        openers = [
+            subprocess.Popen([*words, f"s{i}"], cwd=root, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for i in range(8)
+        ]
+        for opener in openers:
+            assert opener.stdin is not None
+            opener.stdin.write("go\n")
+            opener.stdin.flush()
+        for opener in openers:
+            _, errors = opener.communicate(timeout=120)
+            assert opener.returncode == 0, errors
+        assert TuningStore(path).counts()["sessions"] == 8
+        assert len(list(path.parent.glob("*.corrupt-*"))) == (content is not None)
+
+
+def test_a_corrupt_file_that_cannot_be_moved_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.db"
+    path.write_bytes(b"not a database " * 600)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only folder")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StoreError, match="corrupt and could not be replaced"):
+        TuningStore(path)
+    assert [name for name, _ in Layers.open(path)] == ["memory"]
+
+
+def test_a_spoiled_row_is_left_out_with_a_warning(
+    store: TuningStore, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    filled(store)
+    other = Problem(16, 16, 32, "float32")
+    filled(store, other)
+    store._write(lambda db: db.execute("UPDATE decisions SET finalists = 'nope' WHERE m = 8"))
+    assert store.decision(CPU.key, PROBLEM) is None
+    assert [d.m for d in store.decisions_for_any_m(CPU.key, PROBLEM)] == [16]
+    assert "is not a record and is left out" in warnings_logged.text

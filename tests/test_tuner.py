@@ -223,3 +223,14 @@ def test_a_survey_times_all_against_all_and_lists_failures_last(store: TuningSto
         ("bad", "wrong_result"),
     ]
     assert store.decision(CPU.key, PROBLEM) is None
+
+
+def test_inputs_that_do_not_fit_are_an_error_that_a_caller_expects(store: TuningStore) -> None:
+    subject = tuner(store, FakeVariant("any"))
+
+    def load(problem: Problem, copies: int | None = None) -> None:
+        raise MemoryError("out of memory")
+
+    subject._bench.load = load  # type: ignore[method-assign]
+    with pytest.raises(AutodispatchError, match="must fit into memory"):
+        subject.tune(PROBLEM)

@@ -26,9 +26,11 @@ _MAX_M_FOR_HINTS = 1024
 
 @dataclass(frozen=True)
 class FusedWgmmaConfig(WgmmaConfig):
-    """Tunables of fused_wgmma; `l2_hints` 1 keeps a in L2 and streams the weights."""
+    """Tunables of fused_wgmma; `l2_hints` 1 keeps a in L2 and streams the weights; `cooperative` 1 shares each tile
+    between the two warpgroups instead of giving them whole tiles by turns."""
 
     l2_hints: int
+    cooperative: int
 
     def shared_bytes(self) -> int:
         barriers = self.num_stages * 16
@@ -48,7 +50,7 @@ def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
     group_m = 16 if problem.layout == "nk" and tile_n != 64 and problem.m > 8 * tile_m else 8
     hints = 1 if problem.m <= 512 else 0
     for stages in range(8, 1, -1):
-        config = FusedWgmmaConfig(tile_m, tile_n, stages, group_m, hints)
+        config = FusedWgmmaConfig(tile_m, tile_n, stages, group_m, hints, 0)
         if config.shared_bytes() <= device.shared_bytes_per_block:
             break
     return config
@@ -61,19 +63,29 @@ class FusedWgmma(Variant):
     space = ConfigSpace(
         FusedWgmmaConfig,
         {
-            "tile_m": (64, 128),
-            "tile_n": (64, 72, 80, 96),
+            "tile_m": (64, 128, 256),
+            "tile_n": (64, 72, 80, 96, 104, 112, 128),
             "num_stages": (4, 5, 6, 7, 8),
             "group_m": (8, 16),
             "l2_hints": (0, 1),
+            "cooperative": (0, 1),
         },
         (
             Restriction(
-                lambda c, p, d: p.layout == "nk" or c.tile_n in (64, 96),
+                lambda c, p, d: p.layout == "nk" or c.tile_n % 32 == 0,
                 "whole boxes of 32 or 64 columns for kn weights",
             ),
             Restriction(
                 lambda c, p, d: not c.l2_hints or p.m <= _MAX_M_FOR_HINTS, f"m of at most {_MAX_M_FOR_HINTS} for hints"
+            ),
+            Restriction(
+                lambda c, p, d: (
+                    (c.tile_m >= 128 and (c.tile_m == 256 or c.tile_n > 96)) if c.cooperative else c.tile_m <= 128
+                ),
+                "cooperative tiles of 256 rows, or of 128 and over 96 columns; others by turns",
+            ),
+            Restriction(
+                lambda c, p, d: not c.cooperative or p.m > c.tile_m // 2, "more rows than half a cooperative tile"
             ),
             *restrictions(FusedWgmmaConfig.shared_bytes, 2),
         ),
@@ -88,7 +100,12 @@ class FusedWgmma(Variant):
         return config.work(problem, 2, config.shared_bytes())
 
     def spec(self, config: FusedWgmmaConfig, problem: Problem) -> KernelSpec:
-        values = {**config.template_values(problem), "Activation": problem.activation, "L2Hints": config.l2_hints}
+        values = {
+            **config.template_values(problem),
+            "Activation": problem.activation,
+            "L2Hints": config.l2_hints,
+            "Cooperative": config.cooperative,
+        }
         return KernelSpec(load("fused_wgmma"), tuple(values.items()), architecture_features=True)
 
     def executable(self, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:

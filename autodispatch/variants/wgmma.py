@@ -72,7 +72,8 @@ def restrictions(shared_bytes: Callable[[Any], int], products: int) -> tuple[Res
             lambda c, p, d: fits(c, d.shared_bytes_per_block), "as many stages as fit into shared memory, at most 8"
         ),
         Restriction(
-            lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 <= 192, "at most 192 accumulators per thread"
+            lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (1 + getattr(c, "cooperative", 0)) <= 192,
+            "at most 192 accumulators per thread",
         ),
         Restriction(
             lambda c, p, d: c.group_m == 8 or p.m > 8 * c.tile_m, "16 tile rows together where there are more than 8"

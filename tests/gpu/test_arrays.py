@@ -377,7 +377,7 @@ def test_an_operand_past_two_to_the_31_elements(
 def test_a_call_without_memory_for_scratch_space_is_served_by_a_fused_candidate(
     cupy: Any, settings: Settings, random: Callable[..., Any], assert_right: Callable[..., None]
 ) -> None:
-    a, b1, b2 = random(512, 64), random(64, 512), random(64, 512)
+    a, b1, b2 = random(512, 2048), random(2048, 512), random(2048, 512)
     out = cupy.empty((512, 512), np.float16)
     registry = Registry({n: VARIANTS[n] for n in ("split_mma", "fused_simt")})
     dispatcher = Dispatcher(settings, registry=registry)

@@ -71,6 +71,30 @@ __device__ __forceinline__ unsigned pack_pair(float first, float second) {
 }
 #endif
 
+// The larger of two values; NaN stays NaN, unlike with fmaxf.
+__device__ __forceinline__ float at_least(float x, float bound) {
+#if __CUDA_ARCH__ >= 800
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(bound));
+  return y;
+#else
+  return x < bound ? bound : x;
+#endif
+}
+
+// 2^x and 1 / x to about 2 and 1 units in the last place; subnormal values count as zero.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // N consecutive elements that move as one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {

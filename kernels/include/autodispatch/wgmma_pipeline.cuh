@@ -29,17 +29,18 @@ struct RingPosition {
   }
 };
 
-template <typename T, WeightLayout Layout, int TileM, int TileN, int NumStages, int NumProducts>
+// NumReaders warpgroups share a tile, each with its part of the rows.
+template <typename T, WeightLayout Layout, int TileM, int TileN, int NumStages, int NumProducts, int NumReaders>
 struct WgmmaPipeline {
   static constexpr int TileK = 64;
   static constexpr int Width = NumProducts * TileN;
-  static constexpr int RowBlocks = TileM / 64;
+  static constexpr int RowBlocks = TileM / 64 / NumReaders;  // of one warpgroup
   static constexpr int AtomN = TileN % 64 == 0 ? 64 : 32;  // of MN-major weights
   static constexpr int WeightBytes = TileN * TileK * 2;
   static constexpr int StageBytes = TileM * TileK * 2 + NumProducts * WeightBytes;
 
   static_assert(sizeof(T) == 2, "wgmma here takes 16-bit elements");
-  static_assert(TileM == 64 || TileM == 128, "TileM must be 64 or 128");
+  static_assert(TileM % (64 * NumReaders) == 0 && TileM <= 256, "TileM must be 64 rows per reader, or twice as many");
   static_assert(TileN % 8 == 0, "TileN must be a multiple of 8");
   static_assert(Layout == nk || TileN % 32 == 0, "MN-major weights come in atoms of 32 or 64 columns");
   static_assert(NumStages >= 2, "the ring needs two stages");
@@ -55,7 +56,7 @@ struct WgmmaPipeline {
 #pragma unroll
     for (int s = 0; s < NumStages; ++s) {
       barrier_init(full + s, 1);
-      barrier_init(empty + s, 1);
+      barrier_init(empty + s, NumReaders);
     }
     barrier_init_fence();
   }
@@ -88,20 +89,24 @@ struct WgmmaPipeline {
     }
   }
 
-  // Accumulates one tile, by one warpgroup. Returns the last stage, which the caller releases after wgmma_wait<0>.
-  __device__ __forceinline__ int multiply(Position& position, Accumulators& d, int k_blocks) const {
+  static __device__ __forceinline__ void clear(Accumulators& d) {
+#pragma unroll
+    for (int r = 0; r < RowBlocks; ++r)
+#pragma unroll
+      for (int i = 0; i < Width / 2; ++i) d[r][i] = 0.0f;
+  }
+
+  // Adds one tile's products to cleared accumulators, by one warpgroup, the `reader`-th of those that share the tile.
+  // Returns the last stage, which the caller releases after wgmma_wait<0>.
+  __device__ __forceinline__ int multiply(Position& position, Accumulators& d, int k_blocks, int reader) const {
     constexpr int Leading = Layout == nk ? 0 : AtomN * TileK * 2;
     constexpr int Stride = Layout == nk ? 1024 : AtomN * 16;
     constexpr Swizzle WeightSwizzle = Layout == nk || AtomN == 64 ? swizzle_128 : swizzle_64;
     constexpr int WeightStep = Layout == nk ? 2 : AtomN * 2;  // 16 of k, in units of 16 bytes
-    const Descriptor a0 = matrix_descriptor(stages, 0, 1024, swizzle_128);
+    const Descriptor a0 = matrix_descriptor(stages + reader * RowBlocks * 8192, 0, 1024, swizzle_128);
     const Descriptor b0 = matrix_descriptor(stages + TileM * TileK * 2, Leading, Stride, WeightSwizzle);
 #pragma unroll
-    for (int r = 0; r < RowBlocks; ++r) {
-#pragma unroll
-      for (int i = 0; i < Width / 2; ++i) d[r][i] = 0.0f;
-      pin_registers(d[r]);
-    }
+    for (int r = 0; r < RowBlocks; ++r) pin_registers(d[r]);
     int previous = 0;
     for (int block = 0; block < k_blocks; ++block) {
       barrier_wait(full + position.stage, position.parity);
