@@ -264,5 +264,5 @@ def test_brackets_in_foreign_text_are_no_markup(tmp_path: Path) -> None:
     tuned("8,32,16")
     path = tmp_path / "x.jsonl"
     run("export", str(path))
-    path.write_text(path.read_text() + '{"record": "session", "[/b]": 1}\n')
+    path.write_text(path.read_text().replace('{"record":"device",', '{"record":"device","[/b]":1,'))
     assert "[/b]" in run("import", str(path), "--database", str(tmp_path / "other.db")).output
