@@ -28,6 +28,7 @@ UNIT_S = 0.001
 SAMPLING_S = 0.03
 MIN_SAMPLES, MAX_SAMPLES = 10, 200
 GIVE_UP = 3.0  # times the best so far
+MAX_REST_S = 0.02
 FINAL_ROUNDS = 30
 MAX_FINALISTS = 8
 FINAL_MARGIN = 0.05
@@ -233,7 +234,9 @@ class CudaWorkbench(Workbench):
 
         def sample() -> float:
             with on_device(self.device.index):
-                return self._seconds(kept[0], launches) * 1e6
+                seconds = self._seconds(kept[0], launches)
+            time.sleep(min(seconds * launches, MAX_REST_S))
+            return seconds * 1e6
 
         return sample
 

@@ -1,7 +1,8 @@
 """The cost model for problems that were never tuned: which candidate should be fast, from the device's attributes.
 
-Time = launches + the largest of arithmetic (whole tiles, shared out over the SMs), L2 traffic (each block reads its
-rows of `a` and its columns of the weights) and global memory + the split path's way out and back for c1 and c2.
+Time = launches + the longest of arithmetic (whole tiles, shared out over the SMs, or the turns of the main loop where
+these take longer), L2 traffic (each block reads its rows of `a` and its columns of the weights) and global memory + the
+split path's way out and back for c1 and c2.
 Nothing in it is fitted to one GPU; rates follow from compute capability, SM count, clock and memory bandwidth.
 """
 
@@ -17,8 +18,12 @@ from autodispatch.variants.base import FUSED, Candidate, Unit, Work
 
 LAUNCH_S = 3e-6
 _L2_BYTES_PER_CLOCK_AND_SM = 48.0
+_LINE_BYTES = 128
+_SHORT_ROWS_COST = 1.4  # of weights read in pieces shorter than a line
+_STEP_CYCLES = 440.0  # one turn of a main loop by mma.sync that waits for its data and a barrier
 _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
 _WGMMA_FIXED_CYCLES = 10_000.0  # measured on an H200; docs/kernels.md takes it apart
+_EXPOSED_STORE_CYCLES = 3_300.0  # of a 128 x 128 tile, measured likewise
 _BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
 
 
@@ -46,7 +51,7 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
         return _predict_cpu(candidate, work, problem, device)
     clock = device.clock_khz * 1e3 or 1.5e9
     bandwidth = 0.88 * device.bandwidth or 5e11
-    if work.unit is Unit.WGMMA:
+    if work.unit in (Unit.WGMMA, Unit.WGMMA_COOPERATIVE):
         return _predict_wgmma(candidate, work, problem, device, clock, bandwidth)
     per_sm = ceil_div(work.blocks, device.sm_count)
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
@@ -57,27 +62,43 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
     resident = min(per_sm, _blocks_per_sm(work, device))
     in_flight = active * resident * (work.shared_bytes or 4096)
     memory = problem.bytes_moved / min(bandwidth, in_flight / _BYTES_LATENCY_S)
+    if work.row_bytes < _LINE_BYTES:
+        memory *= _SHORT_ROWS_COST
+    latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
     intermediate = _crossing(candidate, problem, device, bandwidth)
     launches = work.launches * LAUNCH_S
-    return Estimate(
-        launches + max(arithmetic, l2, memory) + intermediate, launches, arithmetic, l2, memory, intermediate
-    )
+    arithmetic = max(arithmetic, latency)
+    total = launches + _longest(arithmetic, l2, memory) + intermediate
+    return Estimate(total, launches, arithmetic, l2, memory, intermediate)
 
 
 def _predict_wgmma(
     candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float
 ) -> Estimate:
     """A persistent kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for
-    the first bytes and the last store; where it only streams the weights, their bytes and the start."""
+    the first bytes and the last store. Where it streams the weights, SMs without a tile cost bandwidth, by the square
+    root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden.
+    """
     rounds = ceil_div(work.blocks, device.sm_count)
-    k_blocks = ceil_div(problem.k, 64)
-    cycles = rounds * k_blocks * work.tile_m * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
+    cycles = (
+        rounds * ceil_div(problem.k, 64) * work.tile_m * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
+    )
+    if work.unit is Unit.WGMMA_COOPERATIVE:
+        cycles += rounds * _EXPOSED_STORE_CYCLES * work.tile_m * work.tile_n / 128**2
     arithmetic = cycles / clock
-    fixed = _WGMMA_FIXED_CYCLES / clock
-    memory = problem.bytes_moved / bandwidth
+    reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
+    whole_boxes = problem.layout == "nk" or work.tile_n % 64 == 0
+    l2 = reads / ((64.0 if whole_boxes else 48.0) * clock * min(work.blocks, device.sm_count))
+    memory = problem.bytes_moved / (bandwidth * (work.blocks / (rounds * device.sm_count)) ** 0.5)
     intermediate = _crossing(candidate, problem, device, bandwidth)
-    launches = (work.launches - 1) * LAUNCH_S + fixed
-    return Estimate(launches + max(arithmetic, memory) + intermediate, launches, arithmetic, 0.0, memory, intermediate)
+    launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
+    total = launches + _longest(arithmetic, l2, memory) + intermediate
+    return Estimate(total, launches, arithmetic, l2, memory, intermediate)
+
+
+def _longest(*seconds: float) -> float:
+    """The longest of what goes on at the same time, and a little of the rest, which is never hidden whole."""
+    return 0.97 * max(seconds) + 0.03 * sum(seconds)
 
 
 def _crossing(candidate: Candidate, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:

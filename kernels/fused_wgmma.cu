@@ -1,7 +1,7 @@
 // out = Activation(a @ b1) * (a @ b2) on Hopper by TMA and wgmma. Maps: a (m, k), box TileM x 64; b1, b2 (n, k), box
 // TileN x 64 (nk), or (k, n), box 64 x AtomN (kn); out (m, n), box 64 x TileN. T is f16 or bf16, accumulators fp32.
-// 3 warpgroups. 0: one thread loads the stages of the block's tiles in order. 1 and 2 multiply: d[r][0..TileN/2) is the gate
-// and the rest the up projection of the same elements of 64 rows, so that activation and product need no exchange.
+// 3 warpgroups. 0: one thread loads the stages of the block's tiles in order. 1 and 2 multiply: the first half of d[r] is the gate
+// and the second the up projection of the same elements of 64 rows, so that activation and product need no exchange.
 // Ping-pong: they take whole tiles by turns, and while one multiplies the other stores; named barriers 1 and 2 pass the
 // turn. Cooperative: each takes half the rows of every tile. Either stores 64 rows at a time, by stmatrix to shared memory
 // and from there by TMA; named barriers 3 and 4 are within a storing group.
@@ -9,7 +9,7 @@
 // L2Hints: keep a in L2, stream the weights; pays where the weights are read about once.
 // Bound by the tensor cores from m of about 300, below it by reading the weights. Requires 9.0a, NVRTC 12.9, 16-byte
 // alignment of pointers and rows, n and k in multiples of 8.
-// Shared memory: 1024 + NumStages * (TileM + 2 * TileN) * 128 + 2 * TileN * 128 + NumStages * 16 bytes, dynamic.
+// Shared memory: 1024 + NumStages * (TileM + 2 * LoadedN) * 128 + 2 * TileN * 128 + NumStages * 16 bytes, dynamic.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/mma.cuh"
 #include "autodispatch/tile.cuh"
@@ -21,8 +21,9 @@ __device__ __forceinline__ int out_offset(int row, int chunk) {
   return row * TileN * 2 + ((TileN == 64 ? chunk ^ (row & 7) : chunk) << 4);
 }
 
-template <typename T, typename Activation, int TileN>
-__device__ __forceinline__ void store_block(char* shared, const float (&d)[TileN], const TensorMap& out, int row,
+// The up projection stands `Up` registers behind the gate.
+template <typename T, typename Activation, int TileN, int Up>
+__device__ __forceinline__ void store_block(char* shared, const float (&d)[2 * Up], const TensorMap& out, int row,
                                             int column, int group) {
   const int thread = threadIdx.x % 128;
   if (thread == 0) tma_store_wait_read();
@@ -34,8 +35,8 @@ __device__ __forceinline__ void store_block(char* shared, const float (&d)[TileN
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = chunk * 4 + half * 2;
-      pairs[chunk % 2 * 2 + half] = pack_pair<T>(Activation::template apply<T>(d[i]) * d[TileN / 2 + i],
-                                                 Activation::template apply<T>(d[i + 1]) * d[TileN / 2 + i + 1]);
+      pairs[chunk % 2 * 2 + half] = pack_pair<T>(Activation::template apply<T>(d[i]) * d[Up + i],
+                                                 Activation::template apply<T>(d[i + 1]) * d[Up + i + 1]);
     }
     if (chunk % 2 == 1) {
       store_matrix_x4(shared + out_offset<TileN>(shared_row, chunk - 1 + thread % 32 / 16), pairs);
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int r = 0; r < Pipeline::RowBlocks; ++r) {
         pin_registers(d[r]);
-        store_block<T, Activation, TileN>(block, d[r], out, tile.m * TileM + (reader * Pipeline::RowBlocks + r) * 64,
+        store_block<T, Activation, TileN, Pipeline::ProductN / 2>(
+            block, d[r], out, tile.m * TileM + (reader * Pipeline::RowBlocks + r) * 64,
                                           tile.n * TileN, group);
       }
     }

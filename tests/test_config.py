@@ -115,6 +115,7 @@ def test_hopper_variants_state_what_the_copy_engine_needs() -> None:
     ):
         assert words in "; ".join(variant.unmet(problem, device))
     kn = {c.config.tile_n for c in variant.candidates(replace(good, layout="kn"), H200)}  # type: ignore[attr-defined]
-    assert kn == {64, 96, 128}
-    for candidate in variant.candidates(replace(good, layout="nk"), H200):
-        assert candidate.config.shared_bytes() <= H200.shared_bytes_per_block  # type: ignore[attr-defined]
+    assert kn == {64, 72, 80, 96, 112, 128}
+    for layout in ("kn", "nk"):
+        for candidate in variant.candidates(replace(good, layout=layout), H200):
+            assert candidate.config.shared_bytes(layout) <= H200.shared_bytes_per_block  # type: ignore[attr-defined]

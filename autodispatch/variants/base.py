@@ -33,7 +33,8 @@ class Call(NamedTuple):
 class Unit(Enum):
     """What the products run on."""
 
-    WGMMA = "tensor cores by wgmma"
+    WGMMA = "tensor cores by wgmma, stores overlapped"
+    WGMMA_COOPERATIVE = "tensor cores by wgmma, stores between the tiles"
     TENSOR = "tensor cores by mma.sync"
     FP32 = "fp32 units"
     LIBRARY = "the library's choice"
@@ -41,7 +42,11 @@ class Unit(Enum):
 
 
 class Work(NamedTuple):
-    """How a candidate cuts the products: `blocks` of tile_m x tile_n outputs, each for `products` of the two."""
+    """How a candidate cuts the products: `blocks` of tile_m x tile_n outputs, each for `products` of the two.
+
+    A block goes through k in `steps`, and reads the weights in contiguous pieces of `row_bytes`; 0 steps and a whole
+    line where nothing is known.
+    """
 
     unit: Unit
     blocks: int
@@ -51,6 +56,8 @@ class Work(NamedTuple):
     threads: int
     shared_bytes: int
     launches: int
+    steps: int = 0
+    row_bytes: int = 128
 
 
 class Executable(ABC):

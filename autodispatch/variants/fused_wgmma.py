@@ -32,15 +32,14 @@ class FusedWgmmaConfig(WgmmaConfig):
     l2_hints: int
     cooperative: int
 
-    def shared_bytes(self) -> int:
-        barriers = self.num_stages * 16
-        return 1024 + self.num_stages * self.stage_bytes(2) + 2 * self.tile_n * 128 + barriers
+    def shared_bytes(self, layout: str) -> int:
+        return 1024 + self.num_stages * (self.stage_bytes(2, layout) + 16) + 2 * self.tile_n * 128
 
 
 def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
     """The fewest rounds of tile columns over the SMs; of equal ones the widest tile."""
     tile_m = 64 if problem.m <= 64 else 128
-    widths = (96, 64) if problem.layout == "kn" else (96, 80, 72, 64)
+    widths = (96, 72, 64) if problem.layout == "kn" else (96, 80, 72, 64)
 
     def cost(width: int) -> int:
         tiles = -(-problem.m // tile_m) * -(-problem.n // width)
@@ -51,7 +50,7 @@ def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
     hints = 1 if problem.m <= 512 else 0
     for stages in range(8, 1, -1):
         config = FusedWgmmaConfig(tile_m, tile_n, stages, group_m, hints, 0)
-        if config.shared_bytes() <= device.shared_bytes_per_block:
+        if config.shared_bytes(problem.layout) <= device.shared_bytes_per_block:
             break
     return config
 
@@ -72,8 +71,8 @@ class FusedWgmma(Variant):
         },
         (
             Restriction(
-                lambda c, p, d: p.layout == "nk" or c.tile_n % 32 == 0,
-                "whole boxes of 32 or 64 columns for kn weights",
+                lambda c, p, d: p.layout == "nk" or c.tile_n != 104,
+                "a tile width that wastes little of its boxes for kn",
             ),
             Restriction(
                 lambda c, p, d: not c.l2_hints or p.m <= _MAX_M_FOR_HINTS, f"m of at most {_MAX_M_FOR_HINTS} for hints"
@@ -97,7 +96,8 @@ class FusedWgmma(Variant):
         return _default(problem, device)
 
     def work(self, config: FusedWgmmaConfig, problem: Problem) -> Work:
-        return config.work(problem, 2, config.shared_bytes())
+        shared = config.shared_bytes(problem.layout)
+        return config.work(problem, 2, shared, overlapped=not config.cooperative)
 
     def spec(self, config: FusedWgmmaConfig, problem: Problem) -> KernelSpec:
         values = {
@@ -116,7 +116,7 @@ class _FusedWgmma(Executable):
     def __init__(self, spec: KernelSpec, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> None:
         self._config = config
         self._layout = problem.layout
-        self.shared_bytes = config.shared_bytes()
+        self.shared_bytes = config.shared_bytes(problem.layout)
         blocks = min(config.tiles(problem), device.sm_count)
         self._launch = LaunchConfig((blocks, 1), THREADS, self.shared_bytes)
         self._kernel = compile_kernel(spec, device, self.shared_bytes)

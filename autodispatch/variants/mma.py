@@ -56,6 +56,8 @@ class MmaConfig(Config):
             self.threads,
             self.shared_bytes(products),
             3 - products,
+            ceil_div(problem.k, self.tile_k),
+            (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
         )
 
     def template_values(self, problem: Problem) -> dict[str, object]:

@@ -40,6 +40,8 @@ class SimtConfig(Config):
             self.threads,
             self.tile_k * (self.tile_m + products * self.tile_n) * 4,
             3 - products,
+            ceil_div(problem.k, self.tile_k),
+            (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
         )
 
     def template_values(self, problem: Problem) -> dict[str, object]:

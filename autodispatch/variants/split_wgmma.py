@@ -28,8 +28,8 @@ class SplitWgmmaConfig(WgmmaConfig):
 
     intermediate: str
 
-    def shared_bytes(self) -> int:
-        return 1024 + self.num_stages * (self.stage_bytes(1) + 16)
+    def shared_bytes(self, layout: str) -> int:
+        return 1024 + self.num_stages * (self.stage_bytes(1, layout) + 16)
 
 
 class SplitWgmma(Variant):
@@ -61,7 +61,7 @@ class SplitWgmma(Variant):
         return SplitWgmmaConfig(128, 192, 5, 8, "float32")
 
     def work(self, config: SplitWgmmaConfig, problem: Problem) -> Work:
-        return config.work(problem, 1, config.shared_bytes())
+        return config.work(problem, 1, config.shared_bytes(problem.layout))
 
     def workspace_bytes(self, config: SplitWgmmaConfig, problem: Problem) -> int:
         return Intermediate(problem, config.intermediate).total_bytes
@@ -80,7 +80,7 @@ class _SplitWgmma(Executable):
         self._layout = problem.layout
         self._intermediate = Intermediate(problem, config.intermediate)
         self._activation_product = ActivationProduct(problem, device, self._intermediate)
-        self.shared_bytes = config.shared_bytes()
+        self.shared_bytes = config.shared_bytes(problem.layout)
         blocks = min(2 * config.tiles(problem), device.sm_count)
         self._launch = LaunchConfig((blocks, 1), THREADS, self.shared_bytes)
         self._kernel = compile_kernel(spec, device, self.shared_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autodispatch.config import Config, Restriction
-from autodispatch.launch import MAX_GRID_X, ceil_div
+from autodispatch.launch import MAX_GRID_X, ceil_div, round_up
 from autodispatch.problem import Matrix, Problem
 from autodispatch.tensor_map import tensor_map
 from autodispatch.variants.base import KERNEL_TYPES, Unit, Work
@@ -26,16 +26,17 @@ class WgmmaConfig(Config):
     num_stages: int
     group_m: int
 
-    def stage_bytes(self, products: int) -> int:
-        return (self.tile_m + products * self.tile_n) * _TILE_K * 2
+    def stage_bytes(self, products: int, layout: str) -> int:
+        return (self.tile_m + products * loaded_columns(self.tile_n, layout)) * _TILE_K * 2
 
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
 
-    def work(self, problem: Problem, products: int, shared_bytes: int) -> Work:
+    def work(self, problem: Problem, products: int, shared_bytes: int, *, overlapped: bool = True) -> Work:
         """The products of a kernel whose tiles hold `products` of them."""
         blocks = 2 // products * self.tiles(problem)
-        return Work(Unit.WGMMA, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products)
+        unit = Unit.WGMMA if overlapped else Unit.WGMMA_COOPERATIVE
+        return Work(unit, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products)
 
     def template_values(self, problem: Problem) -> dict[str, object]:
         return {
@@ -58,18 +59,18 @@ REQUIREMENTS = (
 )
 
 
-def restrictions(shared_bytes: Callable[[Any], int], products: int) -> tuple[Restriction, ...]:
-    """Those of a kernel that needs `shared_bytes(config)` of shared memory and holds `products` products in a tile."""
+def restrictions(shared_bytes: Callable[[Any, str], int], products: int) -> tuple[Restriction, ...]:
+    """Those of a kernel that needs `shared_bytes(config, layout)` bytes and holds `products` products in a tile."""
 
-    def fits(config: Any, limit: int) -> bool:
-        if shared_bytes(config) > limit:
-            return False
-        one_more = shared_bytes(config) + int(config.stage_bytes(products)) + 16
-        return bool(config.num_stages == MAX_STAGES or one_more > limit)
+    def fits(config: Any, layout: str, limit: int) -> bool:
+        nbytes = shared_bytes(config, layout)
+        one_more = nbytes + int(config.stage_bytes(products, layout)) + 16
+        return bool(nbytes <= limit and (config.num_stages == MAX_STAGES or one_more > limit))
 
     return (
         Restriction(
-            lambda c, p, d: fits(c, d.shared_bytes_per_block), "as many stages as fit into shared memory, at most 8"
+            lambda c, p, d: fits(c, p.layout, d.shared_bytes_per_block),
+            "as many stages as fit into shared memory, at most 8",
         ),
         Restriction(
             lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (1 + getattr(c, "cooperative", 0)) <= 192,
@@ -83,8 +84,13 @@ def restrictions(shared_bytes: Callable[[Any], int], products: int) -> tuple[Res
 
 
 def atom_columns(tile_n: int) -> int:
-    """Columns of one box of a (k, n) weight: 128 bytes if the tile divides into such boxes, else 64."""
-    return 64 if tile_n % 64 == 0 else 32
+    """Columns of one box of a (k, n) weight: 128 bytes unless 64 bytes waste less."""
+    return 64 if round_up(tile_n, 64) == round_up(tile_n, 32) else 32
+
+
+def loaded_columns(tile_n: int, layout: str) -> int:
+    """Columns that a tile loads: those of whole boxes."""
+    return tile_n if layout == "nk" else round_up(tile_n, atom_columns(tile_n))
 
 
 def activations_map(a: Matrix, tile_m: int) -> Any:

@@ -93,7 +93,7 @@ struct Wgmma;
   template <>                                                                                            \
   struct Wgmma<Width> {                                                                                  \
     template <typename T, int TransposeB>                                                                \
-    static __device__ __forceinline__ void multiply(float (&d)[Width / 2], Descriptor a, Descriptor b) { \
+    static __device__ __forceinline__ void multiply(float* d, Descriptor a, Descriptor b) { \
       if constexpr (is_bf16<T>) {                                                                        \
         WGMMA_INSTRUCTION(Width, Groups, "bf16", A, B, Trans);                                           \
       } else {                                                                                           \
@@ -102,6 +102,8 @@ struct Wgmma;
     }                                                                                                    \
   };
 
+WGMMA_DEFINE(80, 5, 40, 41, 42)
+WGMMA_DEFINE(112, 7, 56, 57, 58)
 WGMMA_DEFINE(128, 8, 64, 65, 66)
 WGMMA_DEFINE(144, 9, 72, 73, 74)
 WGMMA_DEFINE(160, 10, 80, 81, 82)

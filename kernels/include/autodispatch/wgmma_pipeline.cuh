@@ -2,7 +2,9 @@
 //
 // A stage holds 64 of k: TileM rows of a (K-major, 128-byte swizzle), then each weight's TileN columns, side by side, so
 // that one wgmma of width NumProducts * TileN spans them. Weights stored (n, k) are K-major like a. Weights stored (k, n)
-// are MN-major: they come in atoms of AtomN columns by 64 of k, one TMA box each, and the hardware transposes them.
+// are MN-major: they come in atoms of AtomN columns by 64 of k, one TMA box each, and the hardware transposes them. Where
+// whole atoms hold more than TileN columns, the rest belongs to a neighbouring tile (and comes out of L2); the weights then
+// do not touch, and each has a wgmma of its own, of a width rounded up to 16 columns.
 // `full[s]` completes when a stage's bytes have arrived, `empty[s]` when the warpgroup that read it is done.
 #pragma once
 
@@ -33,16 +35,18 @@ struct RingPosition {
 template <typename T, WeightLayout Layout, int TileM, int TileN, int NumStages, int NumProducts, int NumReaders>
 struct WgmmaPipeline {
   static constexpr int TileK = 64;
-  static constexpr int Width = NumProducts * TileN;
   static constexpr int RowBlocks = TileM / 64 / NumReaders;  // of one warpgroup
-  static constexpr int AtomN = TileN % 64 == 0 ? 64 : 32;  // of MN-major weights
-  static constexpr int WeightBytes = TileN * TileK * 2;
+  static constexpr int AtomN = (TileN + 63) / 64 * 64 == (TileN + 31) / 32 * 32 ? 64 : 32;  // of MN-major weights
+  static constexpr int LoadedN = Layout == nk ? TileN : (TileN + AtomN - 1) / AtomN * AtomN;
+  static constexpr bool Spanning = LoadedN == TileN;  // one wgmma spans all products
+  static constexpr int ProductN = Spanning ? TileN : (TileN + 15) / 16 * 16;
+  static constexpr int Width = NumProducts * ProductN;
+  static constexpr int WeightBytes = LoadedN * TileK * 2;
   static constexpr int StageBytes = TileM * TileK * 2 + NumProducts * WeightBytes;
 
   static_assert(sizeof(T) == 2, "wgmma here takes 16-bit elements");
   static_assert(TileM % (64 * NumReaders) == 0 && TileM <= 256, "TileM must be 64 rows per reader, or twice as many");
   static_assert(TileN % 8 == 0, "TileN must be a multiple of 8");
-  static_assert(Layout == nk || TileN % 32 == 0, "MN-major weights come in atoms of 32 or 64 columns");
   static_assert(NumStages >= 2, "the ring needs two stages");
 
   using Position = RingPosition<NumStages>;
@@ -79,7 +83,7 @@ struct WgmmaPipeline {
           load<L2Hints>(weights + p * WeightBytes, *b[p], depth, column, barrier, stream);
         } else {
 #pragma unroll
-          for (int atom = 0; atom < TileN / AtomN; ++atom) {
+          for (int atom = 0; atom < LoadedN / AtomN; ++atom) {
             char* shared = weights + p * WeightBytes + atom * AtomN * TileK * 2;
             load<L2Hints>(shared, *b[p], column + atom * AtomN, depth, barrier, stream);
           }
@@ -116,8 +120,17 @@ struct WgmmaPipeline {
       for (int step = 0; step < TileK / 16; ++step) {
 #pragma unroll
         for (int r = 0; r < RowBlocks; ++r) {
-          Wgmma<Width>::template multiply<T, Layout == kn>(d[r], a0 + offset + r * 512 + step * 2,
-                                                           b0 + offset + step * WeightStep);
+          const Descriptor left = a0 + offset + r * 512 + step * 2;
+          const Descriptor right = b0 + offset + step * WeightStep;
+          if constexpr (Spanning) {
+            Wgmma<Width>::template multiply<T, Layout == kn>(d[r], left, right);
+          } else {
+#pragma unroll
+            for (int p = 0; p < NumProducts; ++p) {
+              Wgmma<ProductN>::template multiply<T, Layout == kn>(d[r] + p * ProductN / 2, left,
+                                                                  right + p * (WeightBytes >> 4));
+            }
+          }
         }
       }
       wgmma_commit();
