@@ -13,8 +13,9 @@ import pytest
 from autodispatch import exchange, resources
 from autodispatch.errors import StoreError
 from autodispatch.problem import Problem
-from autodispatch.records import DecisionRecord, MeasurementRecord, SessionRecord
+from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord, SessionRecord
 from autodispatch.store import TABLES, TuningStore
+from autodispatch.variants import VARIANTS
 from tests.test_store import CPU, PROBLEM, begin, decision, filled, measurement
 
 KINDS = (MeasurementRecord, DecisionRecord, SessionRecord)
@@ -199,6 +200,16 @@ def test_a_hostile_database_gives_nothing_but_rejections(tmp_path: Path) -> None
     assert any("code" in r for r in report.rejected)
 
 
-def test_shipped_seeds_load_without_a_rejection() -> None:
-    for path in resources.seeds():
-        assert exchange.import_file(TuningStore(), path).rejected == []
+SEEDS = sorted((resources.schema().parent / "seed").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", SEEDS, ids=lambda p: p.stem)
+def test_a_shipped_seed_loads_whole_is_named_by_its_device_and_fits_the_kernels_as_they_are(path: Path) -> None:
+    store = TuningStore()
+    assert exchange.import_file(store, path).rejected == []
+    (device,) = store.all_of(DeviceRecord)
+    assert path.stem == device.key
+    decisions = store.all_of(DecisionRecord)
+    assert decisions
+    stale = {m.variant for m in store.all_of(MeasurementRecord) if VARIANTS[m.variant].digest != m.digest}
+    assert not stale, f"tune {path.name} again: {', '.join(sorted(stale))} changed since"
