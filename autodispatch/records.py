@@ -14,16 +14,6 @@ from autodispatch.problem import Problem
 
 PROTOCOL_VERSION = 1
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
-STATUSES = (
-    "ok",
-    "compile_failed",
-    "launch_failed",
-    "wrong_result",
-    "out_of_bounds",
-    "timeout",
-    "out_of_memory",
-    "crashed",
-)
 Status = Literal[
     "ok",
     "compile_failed",
