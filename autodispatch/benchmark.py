@@ -23,9 +23,9 @@ from autodispatch.variants.base import Call, Executable
 
 HEAT_UP_S = 0.2
 PAUSE_S = 1.0
-WARM_UP_S = 0.025
+WARM_UP_S = 0.05  # rests included, as below
 UNIT_S = 0.001
-SAMPLING_S = 0.03
+SAMPLING_S = 0.06
 MIN_SAMPLES, MAX_SAMPLES = 10, 200
 GIVE_UP = 3.0  # times the best so far
 MAX_REST_S = 0.02
@@ -217,8 +217,9 @@ class CudaWorkbench(Workbench):
     def _workspace(self, executable: Executable) -> Any:
         """Scratch memory that all candidates of a problem share; graphs keep what they were captured with."""
         if self._scratch is None or self._scratch_bytes < executable.workspace_bytes:
-            self._scratch_bytes = max(512, executable.workspace_bytes)
-            self._scratch = self._cupy.cuda.alloc(self._scratch_bytes)
+            nbytes = max(512, executable.workspace_bytes)
+            self._scratch = self._cupy.cuda.alloc(nbytes)
+            self._scratch_bytes = nbytes  # only now: the allocation may have failed
         return self._scratch
 
     def trial(self, executable: Executable) -> Trial:
@@ -297,10 +298,10 @@ def screen(trial: Trial, best_us: float | None) -> Timing:
     if best_us is not None and estimate > GIVE_UP * best_us:
         return Timing(first)
     end = time.monotonic() + WARM_UP_S
-    unit_s = _timed(trial)
+    turn_s = _timed(trial)
     while time.monotonic() < end:
-        unit_s = _timed(trial)
-    wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(unit_s, 1e-9))))
+        turn_s = _timed(trial)
+    wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(turn_s, 1e-9))))
     return Timing(tuple(trial() for _ in range(wanted)))
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
 from autodispatch import exchange, report, shapes
@@ -81,11 +82,11 @@ def demo(device: Device = "auto", database: Database = None) -> None:
         if check.status != "ok":
             raise VerificationError(f"{problem}: {check.reason}")
         explanation = dispatcher.explain(inputs.a, inputs.b1, inputs.b2)
-        console.print(str(explanation), highlight=False)
+        console.print(str(explanation), highlight=False, markup=False)
         console.print(f"  right to a relative error of {check.relative_error:.1e} against float64", highlight=False)
         if explanation.selection.median_us:
             console.print(f"  {report.rate(problem, explanation.selection.median_us)}", highlight=False)
-    console.print(f"Stored in {settings.database}", highlight=False, soft_wrap=True)
+    console.print(f"Stored in {settings.database}", highlight=False, markup=False, soft_wrap=True)
     dispatcher.close()
 
 
@@ -111,7 +112,7 @@ def info(device: Device = "auto", as_json: Json = False) -> None:
     for title, rows in (("device", {**asdict(chosen), "key": chosen.key}), ("environment", versions)):
         table = Table(title=title, show_header=False, title_justify="left")
         for key, value in rows.items():
-            table.add_row(key, str(value))
+            table.add_row(key, escape(str(value)))
         console.print(table)
     table = Table("variant", "path", "float32", "float16", "bfloat16", title="variants", title_justify="left")
     for name, support in variants.items():
@@ -203,7 +204,7 @@ def explain(
         console.print_json(json.dumps([report.explanation_json(e) for e in found]))
         return
     for explanation in found:
-        console.print(str(explanation), highlight=False, soft_wrap=True)
+        console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -224,7 +225,7 @@ def bench(
     output: Annotated[Path | None, typer.Option("--output", help="Write the results as JSON to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Times all candidates and the library against each other in one interleaved run. Stores nothing."""
+    """Times the likely candidates, or all, and the library in one interleaved run. Stores nothing."""
     chosen = _device(device)
     problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     if output is not None and not output.parent.is_dir():
@@ -270,7 +271,7 @@ def export_(
         count = exchange.export_sqlite(store, path)
     else:
         count = exchange.export_jsonl(store, path, device_key=device, winners_only=winners_only)
-    console.print(f"{count} records written to {path}", highlight=False, soft_wrap=True)
+    console.print(f"{count} records written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("import")

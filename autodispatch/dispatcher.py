@@ -91,7 +91,8 @@ class _Plan:
 class Dispatcher:
     """Runs problems by the fastest known candidate. One per process is enough; it may be shared between threads.
 
-    Nothing is opened or imported until the first call. Settings come from the environment unless given.
+    Nothing is opened or imported until the first call. Settings come from the environment unless given. Scratch memory
+    and copies that a CuPy graph capture recorded are kept as long as the dispatcher, since the graph uses them.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Dispatcher:
         Raises:
             TypeError, ValueError: for an argument that does not fit; nothing has been launched then.
             UnsupportedProblemError: if no candidate, or not the one named, can serve the problem.
+            MemoryError: if a named candidate's scratch memory cannot be had; without a name another one serves.
             CompileError, DeviceError, LaunchError.
         """
         family = family_of(a)
@@ -185,6 +187,8 @@ class Dispatcher:
         ma, mb1, mb2 = family.matrix("a", a), family.matrix("b1", b1), family.matrix("b2", b2)
         mo = None if out is None else family.matrix("out", out)
         problem, settlement = describe(ma, mb1, mb2, mo, activation, math, precision)
+        if mo is not None:
+            check_overlap(mo, (("a", ma), ("b1", mb1), ("b2", mb2)))
         device = cpu_device() if ma.device is None else cuda_device(ma.device)
         return self.explain_problem(problem, device, candidate=candidate, copied=settlement.copied)
 
@@ -308,7 +312,10 @@ class Dispatcher:
             _log.warning("%s could not be tuned: %s", problem, cause)
 
     def _pinned(self, candidate: Candidate | str | None, problem: Problem, device: DeviceInfo) -> Candidate | None:
-        if candidate is None or isinstance(candidate, Candidate):
+        if candidate is None:
+            return None
+        if isinstance(candidate, Candidate):
+            candidate.check(problem, device)
             return candidate
         if candidate not in self._registry.variants:
             names = ", ".join(self._registry.variants)
@@ -347,7 +354,9 @@ class Dispatcher:
                 # that a captured graph will use at every replay (PyTorch's graphs keep theirs themselves)
                 temporary = memory is not None or plan.settlement.copied
                 if temporary and stream is not None and isinstance(family, CupyFamily) and is_capturing(stream.ptr):
-                    self._captured.append((memory, operands))
+                    given = [x.array for x in (a, b1, b2, out) if x is not None]
+                    copies = [x.array for x in operands if not any(x.array is g for g in given)]
+                    self._captured.append((memory, copies))
             if out is not None and plan.out_is_copied:
                 family.assign(out.array, target.array)
             return target.array

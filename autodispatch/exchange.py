@@ -124,21 +124,26 @@ def _merge(
 ) -> ImportReport:
     report = ImportReport()
     records: list[Record] = []
-    known: dict[str, set[str]] = {"devices": set(), "environments": set(), "sessions": set(), "measurements": set()}
+    known: dict[str, set[str]] = {"devices": set(), "environments": set(), "sessions": set()}
+    measurements: dict[str, MeasurementRecord] = {}
     for item in candidates:
-        reason = item if isinstance(item, str) else _reason_against(item, registry, known)
+        reason = item if isinstance(item, str) else _reason_against(item, registry, known, measurements)
         if reason:
             report.rejected.append(reason)
         elif isinstance(item, Record):
             records.append(item)
-            if not isinstance(item, DecisionRecord):
+            if isinstance(item, MeasurementRecord):
+                measurements[item.id] = item
+            elif not isinstance(item, DecisionRecord):
                 known[TABLES[type(item)]].add(_identity(item))
     report.added = store.add_all(records, replace_decisions=replace_decisions)
     report.kept = len(records) - sum(report.added.values())
     return report
 
 
-def _reason_against(record: Record, registry: Registry, known: dict[str, set[str]]) -> str | None:
+def _reason_against(
+    record: Record, registry: Registry, known: dict[str, set[str]], measurements: dict[str, MeasurementRecord]
+) -> str | None:
     """Why a well-formed record is not taken, or None."""
     if isinstance(record, MeasurementRecord):
         if record.content_id != record.id:
@@ -146,7 +151,7 @@ def _reason_against(record: Record, registry: Registry, known: dict[str, set[str
         if record.status == "ok" and record.median_us is None:
             return f"measurement {record.id}: it is ok but has no time"
         try:
-            record.problem  # noqa: B018
+            _ = record.problem
             registry.parse(record.variant, record.config)
         except ValueError as cause:
             return f"measurement {record.id}: {cause}"
@@ -160,10 +165,19 @@ def _reason_against(record: Record, registry: Registry, known: dict[str, set[str
             return f"environment {record.id}: its id does not fit its content"
     elif isinstance(record, DecisionRecord):
         name = f"decision {record.m},{record.n},{record.k} {record.dtype} {record.layout}"
+        try:
+            _ = record.problem
+        except ValueError as cause:
+            return f"{name}: {cause}"
         if record.leader not in record.finalists:
             return f"{name}: its leader is not one of its finalists"
-        if not set(record.finalists) <= known["measurements"]:
+        if not set(record.finalists) <= set(measurements):
             return f"{name}: a measurement of its finalists is missing"
+        for measurement in (measurements[i] for i in record.finalists):
+            if measurement.status != "ok" or measurement.device_key != record.device_key:
+                return f"{name}: a finalist was not measured on its device"
+            if measurement.problem != record.problem:
+                return f"{name}: a finalist was measured on another problem"
         if record.session_id not in known["sessions"] or record.device_key not in known["devices"]:
             return f"{name}: its session or device is missing"
     return None

@@ -3,7 +3,10 @@
 Time = launches + the longest of arithmetic (whole tiles, shared out over the SMs, or the turns of the main loop where
 these take longer), L2 traffic (each block reads its rows of `a` and its columns of the weights) and global memory + the
 split path's way out and back for c1 and c2.
-Nothing in it is fitted to one GPU; rates follow from compute capability, SM count, clock and memory bandwidth.
+A persistent kernel by wgmma has a model of its own, below.
+
+Rates follow from compute capability, SM count, clock and memory bandwidth. The few constants in cycles or microseconds
+were measured on an H200; they are properties of the kernels more than of the card.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def survey_table(problem: Problem, device: DeviceInfo, results: Sequence[Result]
     for r in results:
         median = r.timing.median if r.timing else None
         table.add_row(
-            f"{r.candidate.variant.name} {short_config(r.candidate.config.to_json())}",
+            escape(f"{r.candidate.variant.name} {short_config(r.candidate.config.to_json())}"),
             r.candidate.variant.path,
             _us(median),
             f"{r.timing.mad:.2f}" if r.timing else "",

@@ -81,7 +81,7 @@ def selections(
         reason = (
             f"the cost model expects {estimate.total * 1e6:.1f} us, bound by {estimate.bound}, "
             f"with {work.blocks} blocks on {device.sm_count} {'cores' if device.kind == 'cpu' else 'SMs'}, "
-            f"the fastest of {len(ranked)} candidates; nothing near was tuned{_near_miss(device, layers)}"
+            f"the fastest of {len(ranked)} candidates; nothing near was tuned{_near_miss(problem, device, layers)}"
         )
         yield Selection(ranked[0], Origin.HEURISTIC, reason, problem, device)
     library = registry.library(problem, device)
@@ -96,12 +96,12 @@ def selections(
         raise UnsupportedProblemError(f"some variant must serve {problem} on {device.name} (got none that can)")
 
 
-def _near_miss(device: DeviceInfo, layers: Layers | None) -> str:
+def _near_miss(problem: Problem, device: DeviceInfo, layers: Layers | None) -> str:
     """Names devices whose records do not serve this one, though a user may take them for the same."""
     found: list[str] = []
     for _, store in layers or ():
         try:
-            found += [d.key for d in store.similar_devices(DeviceRecord.of(device))]
+            found += [d.key for d in store.similar_devices(DeviceRecord.of(device), problem)]
         except StoreError as cause:
             _log.warning("%s; it is left out of this look-up", cause)
     return f" (records of {', '.join(dict.fromkeys(found))} are not for this {device.key})" if found else ""
@@ -139,7 +139,7 @@ def _usable(
 ) -> Selection | None:
     """The decision as a selection, or None if this version's code is not what was measured."""
     measurement = store.measurement(decision.leader)
-    if measurement is None:
+    if measurement is None or measurement.median_us is None or measurement.status != "ok":
         return None
     try:
         candidate = registry.parse(measurement.variant, measurement.config)

@@ -69,6 +69,6 @@ def problems(
         check_choice("dtype", dtype, tuple(ITEM_BYTES))
         for layout in layouts:
             for m, n, k in shapes:
-                bytes_ = alignment or natural_alignment(m, n, k, dtype, layout)
+                bytes_ = natural_alignment(m, n, k, dtype, layout) if alignment is None else alignment
                 found.append(Problem(m, n, k, dtype, layout, bytes_, precision=precision, math=math))
     return list(dict.fromkeys(found))

@@ -28,6 +28,7 @@ from autodispatch.records import (
     DeviceRecord,
     EnvironmentRecord,
     MeasurementRecord,
+    ProblemRecord,
     Record,
     SessionRecord,
     now,
@@ -87,7 +88,7 @@ class TuningStore:
         try:
             with _exclusive(self.path.with_name(self.path.name + ".lock")):
                 try:
-                    return self._open()
+                    return self._checked(self._open())
                 except sqlite3.DatabaseError as cause:
                     if not self._is_damaged(cause):
                         raise
@@ -95,6 +96,14 @@ class TuningStore:
                     return self._open()
         except (sqlite3.Error, OSError) as cause:
             raise StoreError(f"{self.path} is corrupt and could not be replaced ({cause})") from cause
+
+    def _checked(self, db: Database) -> Database:
+        """The database if no page of it is damaged; another process may have replaced the file already."""
+        found = db.conn.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            db.conn.close()
+            raise sqlite3.DatabaseError(found)
+        return db
 
     def _open(self) -> Database:
         if self.path is None:
@@ -157,11 +166,11 @@ class TuningStore:
         assert self.path is not None
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S%f")
         aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}")
-        os.replace(self.path, aside)
-        for suffix in ("-wal", "-shm"):
-            side = self.path.with_name(self.path.name + suffix)
-            if side.exists():
-                os.replace(side, aside.with_name(aside.name + suffix))
+        # the main file last: until then, whoever opens it finds it corrupt and waits for the lock
+        for suffix in ("-wal", "-shm", ""):
+            part = self.path.with_name(self.path.name + suffix)
+            if part.exists():
+                os.replace(part, aside.with_name(aside.name + suffix))
         _log.warning("the tuning database %s is corrupt (%s); moved to %s and begun anew", self.path, cause, aside)
 
     @contextmanager
@@ -304,10 +313,21 @@ class TuningStore:
         sql = f"SELECT * FROM {table}{where} ORDER BY {key}"
         return self._run(lambda db: list(db.query(sql, (device_key,) if filtered else ())))
 
-    def similar_devices(self, device: DeviceRecord) -> list[DeviceRecord]:
-        """Other devices with records, of the same name or the same compute capability."""
-        sql = "SELECT * FROM devices WHERE key <> ? AND kind = ? AND (name = ? OR compute_capability = ?) ORDER BY key"
-        values = (device.key, device.kind, device.name, device.compute_capability)
+    def similar_devices(self, device: DeviceRecord, problem: Problem) -> list[DeviceRecord]:
+        """Other devices of the same name or compute capability for which the problem's n and k were decided."""
+        sql = (
+            "SELECT * FROM devices WHERE key <> ? AND kind = ? AND (name = ? OR compute_capability = ?) AND EXISTS "
+            "(SELECT 1 FROM decisions WHERE device_key = devices.key AND n = ? AND k = ? AND dtype = ?) ORDER BY key"
+        )
+        values = (
+            device.key,
+            device.kind,
+            device.name,
+            device.compute_capability,
+            problem.n,
+            problem.k,
+            problem.dtype,
+        )
         return _good(DeviceRecord, self._run(lambda db: list(db.query(sql, values))))
 
     def misses(self) -> list[dict[str, Any]]:
@@ -382,7 +402,10 @@ def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     found = []
     for row in rows:
         try:
-            found.append(as_record(record_type, row))
+            record = as_record(record_type, row)
+            if isinstance(record, ProblemRecord):
+                _ = record.problem  # of values that this version knows
+            found.append(record)
         except (ValidationError, ValueError, TypeError) as cause:
             _log.warning("a row of %s is not a record and is left out: %s", TABLES[record_type], cause)
     return found

@@ -5,11 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from autodispatch import benchmark
-from autodispatch.benchmark import GIVE_UP, MAX_SAMPLES, MIN_SAMPLES, CpuWorkbench, Timing, finals, screen
+from autodispatch.benchmark import (
+    GIVE_UP,
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    CpuWorkbench,
+    CudaWorkbench,
+    Timing,
+    finals,
+    screen,
+)
 from autodispatch.device import cpu_device
 from autodispatch.problem import Problem
 from autodispatch.variants import VARIANTS
@@ -86,3 +96,20 @@ def test_the_processors_workbench_checks_and_times_for_real() -> None:
         assert bench.trial(executable)() > 0
     assert bench.result().shape == (16, 48)
     bench.unload()
+
+
+def test_scratch_memory_that_could_not_be_had_is_not_used() -> None:
+    class Memory:
+        def __init__(self, nbytes: int) -> None:
+            if nbytes > 1000:
+                raise MemoryError("too much")
+            self.nbytes = nbytes
+
+    bench = object.__new__(CudaWorkbench)
+    bench._cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=Memory))
+    bench._scratch, bench._scratch_bytes = None, 0
+    small = bench._workspace(SimpleNamespace(workspace_bytes=0))  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        bench._workspace(SimpleNamespace(workspace_bytes=10**10))  # type: ignore[arg-type]
+    assert bench._workspace(SimpleNamespace(workspace_bytes=100)) is small  # type: ignore[arg-type]
+    assert bench._scratch_bytes == small.nbytes

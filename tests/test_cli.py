@@ -266,3 +266,6 @@ def test_brackets_in_foreign_text_are_no_markup(tmp_path: Path) -> None:
     run("export", str(path))
     path.write_text(path.read_text().replace('{"record":"device",', '{"record":"device","[/b]":1,'))
     assert "[/b]" in run("import", str(path), "--database", str(tmp_path / "other.db")).output
+    odd = tmp_path / "[" / "b]"
+    odd.mkdir(parents=True)
+    assert "[/b]" in run("export", str(odd / "x.jsonl")).output

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from autodispatch import dispatcher as module
+from autodispatch.arrays import CupyFamily, NumpyFamily, Stream
 from autodispatch.benchmark import CpuWorkbench
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
@@ -20,7 +21,7 @@ from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
-from autodispatch.variants import VARIANTS, Registry
+from autodispatch.variants import VARIANTS, Candidate, Registry
 from tests.fakes import FakeVariant, registry_of
 
 CPU = cpu_device()
@@ -264,6 +265,16 @@ def test_wrong_out_is_refused_before_a_tuning_begins(tmp_path: Path) -> None:
     assert not (tmp_path / "t.db").exists()
 
 
+def test_explain_refuses_what_run_refuses(dispatcher: Dispatcher) -> None:
+    a, b1, b2 = arguments(24, 32, 32)
+    with pytest.raises(ValueError, match="out must not overlap a"):
+        dispatcher.explain(a, b1, b2, out=a)
+    illegal = Candidate(VARIANTS["fused_mma"], VARIANTS["fused_mma"].default(Problem(8, 8, 8, "float16"), CPU))
+    for call in (dispatcher.explain, dispatcher.run):
+        with pytest.raises(UnsupportedProblemError, match="runs on cuda devices"):
+            call(a, b1, b2, candidate=illegal)
+
+
 def test_masked_arrays_are_refused(dispatcher: Dispatcher) -> None:
     a, b1, b2 = arguments()
     with pytest.raises(TypeError, match=r"b1 must be a NumPy array like the other arguments \(got numpy.ma"):
@@ -287,3 +298,27 @@ def test_a_library_that_cannot_be_loaded_is_passed_over(
     a, b1, b2 = arguments()
     assert_right(Dispatcher(settings, registry=registry).run(a, b1, b2), a, b1, b2)
     assert "must be loadable" in warnings_logged.text
+
+
+def test_what_a_graph_capture_uses_is_kept_and_what_the_caller_gave_is_not(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Capturing(NumpyFamily, CupyFamily):
+        def __init__(self) -> None:
+            return
+
+        def stream(self, device: int | None) -> Stream:
+            return Stream(1)
+
+    family, looks = Capturing(), iter([False, True])
+    monkeypatch.setattr(module, "family_of", lambda _: family)
+    monkeypatch.setattr(module, "is_capturing", lambda _: next(looks))
+    d = Dispatcher(settings)
+    a, b1, b2 = arguments()
+    reverse, out = a[::-1], np.empty((24, 40), np.float32)
+    assert_right(d.run(reverse, b1, b2, out=out), reverse, b1, b2)
+    ((memory, copies),) = d._captured
+    assert memory is None
+    (copy,) = copies
+    np.testing.assert_array_equal(copy, reverse)
+    assert not np.shares_memory(copy, a)

@@ -157,6 +157,38 @@ def test_a_bad_record_is_rejected_with_its_reason_and_the_others_are_taken(
     assert store.counts()["sessions"] == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"m": 9}, "measured on another problem"),
+        ({"finalists": []}, "its leader is not one of its finalists"),
+        ({"session_id": "unknown"}, "its session or device is missing"),
+    ],
+)
+def test_a_decision_that_does_not_fit_its_measurements_is_rejected(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path = lines(tmp_path / "x.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found[-1] |= change
+    path.write_text("\n".join(json.dumps(line) for line in found) + "\n")
+    report = exchange.import_file(TuningStore(), path)
+    assert len(report.rejected) == 1
+    assert words in report.rejected[0]
+
+
+def test_a_decision_for_a_failed_candidate_is_rejected(tmp_path: Path) -> None:
+    store = TuningStore()
+    begin(store)
+    failed = measurement(status="wrong_result", median_us=None, p20_us=None, p80_us=None, mad_us=None, samples_us=[])
+    store.add_measurement(failed)
+    store.set_decision(decision(PROBLEM, failed))
+    exchange.export_jsonl(store, tmp_path / "x.jsonl")
+    report = exchange.import_file(TuningStore(), tmp_path / "x.jsonl")
+    assert report.rejected == ["decision 8,16,32 float32 kn: a finalist was not measured on its device"]
+
+
 def test_broken_lines_are_rejected_by_number(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl")
     with path.open("a") as file:

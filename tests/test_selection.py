@@ -114,8 +114,9 @@ def test_other_fields_of_the_device_do_not_matter(store: TuningStore, change: di
 def test_a_near_miss_names_both_devices(store: TuningStore) -> None:
     other = like(CPU, sm_count=CPU.sm_count + 1)
     tuned(store, device=other)
-    reason = select(PROBLEM, CPU, registry(), Layers([("user", store)])).reason
-    assert f"records of {other.key} are not for this {CPU.key}" in reason
+    layers = Layers([("user", store)])
+    assert f"records of {other.key} are not for this {CPU.key}" in select(PROBLEM, CPU, registry(), layers).reason
+    assert other.key not in select(replace(PROBLEM, n=999), CPU, registry(), layers).reason
 
 
 def test_a_record_of_changed_kernels_is_a_miss_and_stays(store: TuningStore) -> None:
@@ -156,6 +157,13 @@ def test_a_store_that_fails_is_left_out_with_a_warning(
     layers = Layers([("user", broken), ("shipped", store)])
     assert select(PROBLEM, CPU, registry(), layers).layer == "shipped"
     assert "database is locked" in warnings_logged.text
+
+
+def test_a_decision_for_a_candidate_that_failed_is_not_used(store: TuningStore) -> None:
+    decision = tuned(store)
+    store._write(lambda db: db.execute("UPDATE measurements SET status = 'crashed', median_us = NULL"))
+    assert store.decision(CPU.key, PROBLEM) == decision
+    assert select(PROBLEM, CPU, registry(), Layers([("user", store)])).origin is Origin.HEURISTIC
 
 
 def test_a_pinned_candidate_is_taken_as_it_is(store: TuningStore) -> None:

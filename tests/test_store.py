@@ -189,6 +189,37 @@ def test_a_corrupt_file_is_moved_aside_and_begun_anew_with_one_warning(
     assert str(aside) in warnings_logged.records[0].getMessage()
 
 
+@pytest.mark.parametrize("is_open", [True, False], ids=["while open", "before opening"])
+def test_a_damaged_page_of_a_table_is_found_at_the_first_use(
+    tmp_path: Path, warnings_logged: pytest.LogCaptureFixture, is_open: bool
+) -> None:
+    path = tmp_path / "tuning.db"
+    store = TuningStore(path)
+    filled(store)
+    store.record_miss(CPU.key, PROBLEM)
+    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    (page, size) = store._run(
+        lambda db: db.execute(
+            "SELECT rootpage, (SELECT page_size FROM pragma_page_size) FROM sqlite_master WHERE name = 'misses'"
+        ).fetchone()
+    )
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * size : page * size] = b"\xff" * size
+    if is_open:
+        store = TuningStore(path)
+        path.write_bytes(content)
+        store._db.conn.execute("PRAGMA shrink_memory")
+    else:
+        path.write_bytes(content)
+        store = TuningStore(path)
+    assert store.misses() == []
+    store.record_miss(CPU.key, PROBLEM)
+    assert len(store.misses()) == 1
+    assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
+    assert len(warnings_logged.records) == 1
+
+
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
     path = tmp_path / "tuning.db"
     path.touch()

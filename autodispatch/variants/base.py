@@ -154,11 +154,15 @@ class Candidate:
         """How a candidate is stored: the variant's name and the config as JSON."""
         return self.variant.name, self.config.to_json()
 
-    def executable(self, problem: Problem, device: DeviceInfo) -> Executable:
-        """See `Variant.executable`; raises UnsupportedProblemError first if the candidate is not legal."""
+    def check(self, problem: Problem, device: DeviceInfo) -> None:
+        """Raises UnsupportedProblemError if the candidate is not legal for the problem on the device."""
         why = self.variant.unmet(problem, device) or self.variant.space.violations(self.config, problem, device)
         if why:
             raise UnsupportedProblemError(f"{self.variant.name} requires {'; '.join(why)} (got {problem})")
+
+    def executable(self, problem: Problem, device: DeviceInfo) -> Executable:
+        """See `Variant.executable`; an illegal candidate is refused first, as by `check`."""
+        self.check(problem, device)
         return self.variant.executable(self.config, problem, device)
 
     def __str__(self) -> str:

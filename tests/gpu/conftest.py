@@ -11,6 +11,7 @@ import pytest
 from autodispatch.arrays import CupyFamily, describe
 from autodispatch.device import DeviceInfo, cuda_device
 from autodispatch.dispatcher import Dispatcher
+from autodispatch.launch import round_up
 from autodispatch.reference import compare, decode, encode, reference
 from autodispatch.variants import VARIANTS
 
@@ -53,14 +54,30 @@ def serving(cupy: Any, device: DeviceInfo) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def run_all(dispatcher: Dispatcher, serving: Callable[..., list[str]]) -> Callable[..., Iterator[tuple[str, Any]]]:
-    """Runs every variant that can serve the arguments: pairs of name and result."""
+def run_all(
+    cupy: Any, dispatcher: Dispatcher, serving: Callable[..., list[str]]
+) -> Callable[..., Iterator[tuple[str, Any]]]:
+    """Runs every variant that can serve the arguments, as they are or with n and k filled up with zeros to multiples of
+    8 in aligned rows, as some variants want them: pairs of name and result."""
+
+    def filled(x: Any, rows: int, columns: int) -> Any:
+        y = cupy.zeros((rows, columns), x.dtype)
+        y[: x.shape[0], : x.shape[1]] = x
+        return y
 
     def run(a: Any, b1: Any, b2: Any) -> Iterator[tuple[str, Any]]:
         names = serving(a, b1, b2)
         assert len(names) >= 3
         for name in names:
             yield name, dispatcher.run(a, b1, b2, candidate=name)
+        (m, k), n = a.shape, b1.shape[1]
+        k8, n8 = round_up(k, 8), round_up(n, 8)
+        wide = filled(a, m, k8), filled(b1, k8, n8), filled(b2, k8, n8)
+        more = [name for name in serving(*wide) if name not in names]
+        if cupy.cuda.Device().compute_capability == "90" and a.dtype.itemsize == 2:
+            assert {"fused_wgmma", "split_wgmma"} <= {*names, *more}
+        for name in more:
+            yield name, dispatcher.run(*wide, candidate=name)[:, :n]
 
     return run
 
