@@ -118,6 +118,12 @@ def test_ptx_stands_in_headers_that_are_named_by_role() -> None:
     assert with_ptx == {"types", "copy", "mma", "barrier", "tma", "wgmma"}
 
 
+def test_kernels_need_no_header_of_a_toolkit() -> None:
+    files = [*resources.kernels().glob("*.cu"), *(source.include_folder() / "autodispatch").glob("*.cuh")]
+    includes = {i for f in files for i in re.findall(r"#\s*include\s+(\S+)", f.read_text())}
+    assert all(i.startswith('"autodispatch/') for i in includes), includes
+
+
 def test_kernels_are_found_as_package_resources() -> None:
     import autodispatch.kernels
     import autodispatch.tuning_db
