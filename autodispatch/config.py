@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 from autodispatch.device import DeviceInfo
@@ -43,14 +44,18 @@ class ConfigSpace:
     axes: Mapping[str, tuple[Any, ...]]
     restrictions: tuple[Restriction, ...] = ()
 
+    @cached_property
+    def _configs(self) -> tuple[Config, ...]:
+        products = itertools.product(*self.axes.values())
+        return tuple(self.config_type(**dict(zip(self.axes, values, strict=True))) for values in products)
+
     def __iter__(self) -> Iterator[Config]:
         """Every combination, legal or not."""
-        for values in itertools.product(*self.axes.values()):
-            yield self.config_type(**dict(zip(self.axes, values, strict=True)))
+        return iter(self._configs)
 
     def legal(self, problem: Problem, device: DeviceInfo) -> Iterator[Config]:
         """The combinations that meet every restriction."""
-        return (c for c in self if not self.violations(c, problem, device))
+        return (c for c in self if all(r.holds(c, problem, device) for r in self.restrictions))
 
     def violations(self, config: Config, problem: Problem, device: DeviceInfo) -> list[str]:
         """The messages of the restrictions that the config does not meet; empty if it is legal."""

@@ -6,6 +6,7 @@ key, in `_plan`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from dataclasses import dataclass
@@ -258,10 +259,13 @@ class Dispatcher:
         """The first selection that builds. A tuned candidate that does not is passed over with a warning."""
         mode = self.settings.mode
         layers = None if mode == "off" else self.layers
-        if layers is not None and pinned is None:
-            self._on_miss(problem, device, layers)
+        choices = selections(problem, device, self._registry, layers, pinned)
+        first = next(choices)
+        if layers is not None and pinned is None and self._tune_if_asked(first, layers):
+            choices = selections(problem, device, self._registry, layers)
+            first = next(choices)
         last: Exception | None = None
-        for selection in selections(problem, device, self._registry, layers, pinned):
+        for selection in itertools.chain([first], choices):
             try:
                 with on_device(device.index):
                     executable = selection.candidate.executable(problem, device)
@@ -275,16 +279,17 @@ class Dispatcher:
                 last = cause
         raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})") from last
 
-    def _on_miss(self, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
-        """Does what the mode says about a problem for which nothing was tuned."""
+    def _tune_if_asked(self, selection: Selection, layers: Layers) -> bool:
+        """Does what the mode says about a selection that was or was not tuned; True if that was to tune now."""
+        problem, device, origin = selection.problem, selection.device, selection.origin
         mode = self.settings.mode
-        origin = select(problem, device, self._registry, layers).origin
         if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
-            if (device.key, problem) not in self._tuned:
-                self._tune(problem, device, layers.user)
-            return
+            if (device.key, problem) in self._tuned:
+                return False
+            self._tune(problem, device, layers.user)
+            return True
         if origin is Origin.TUNED:
-            return
+            return False
         if self.settings.record_misses:
             try:
                 layers.user.record_miss(device.key, problem)
@@ -296,6 +301,7 @@ class Dispatcher:
             _log.warning(
                 "%s is not tuned on %s; to tune it: autodispatch tune %s", problem, device.name, problem.options
             )
+        return False
 
     def _tune(self, problem: Problem, device: DeviceInfo, store: TuningStore) -> None:
         # imported here, since a call measures only where its user asked for it
