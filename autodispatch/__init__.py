@@ -14,7 +14,7 @@ from typing import Any
 
 _NAMES = {
     "Dispatcher": "dispatcher",
-    "Explanation": "dispatcher",
+    "Explanation": "explanation",
     "configure": "dispatcher",
     "explain": "dispatcher",
     "run": "dispatcher",

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from autodispatch import arrays, exchange, resources
+from autodispatch import arrays, exchange, explanation, resources
 from autodispatch.arrays import CupyFamily, Family, Settlement, describe, family_of
 from autodispatch.device import (
     DeviceInfo,
@@ -31,50 +31,15 @@ from autodispatch.errors import (
     StoreError,
     UnsupportedProblemError,
 )
+from autodispatch.explanation import Explanation
 from autodispatch.layers import Layers
 from autodispatch.problem import Matrix, Problem, check_overlap
-from autodispatch.records import MeasurementRecord
-from autodispatch.selection import Origin, Selection, select, selections
+from autodispatch.selection import Origin, Selection, selections
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.variants import Call, Candidate, Executable, Registry
 
 _log = logging.getLogger("autodispatch")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a call runs as it does.
-
-    Attributes:
-        selection: what was picked, its origin and the reason.
-        copied: arguments that are copied first, each with the reason.
-        alternatives: the other finalists of the decision behind it, fastest first; empty if nothing was tuned.
-        other_path: the fastest of them on the other path (split or fused), if any was measured.
-    """
-
-    selection: Selection
-    copied: tuple[tuple[str, str], ...] = ()
-    alternatives: tuple[MeasurementRecord, ...] = ()
-    other_path: MeasurementRecord | None = None
-
-    @property
-    def gain(self) -> float | None:
-        """How many times faster the pick is than the best of the other path, both measured in the same finals."""
-        median = self.selection.median_us
-        if median is None or self.other_path is None or self.other_path.median_us is None:
-            return None
-        return self.other_path.median_us / median
-
-    def __str__(self) -> str:
-        s = self.selection
-        lines = [f"{s.problem} on {s.device.name}", f"  {s.candidate}", f"  {s.origin.value}: {s.reason}"]
-        if s.layer:
-            lines.append(f"  from: {s.layer}")
-        if self.gain is not None and self.other_path is not None:
-            lines.append(f"  {self.gain:.2f}x the best of the other path ({self.other_path.variant})")
-        lines += [f"  copied first: {name}, since {why}" for name, why in self.copied]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -207,16 +172,7 @@ class Dispatcher:
         device = device or default_device()
         pinned = self._pinned(candidate, problem, device)
         layers = None if self.settings.mode == "off" else self.layers
-        selection = select(problem, device, self._registry, layers, pinned)
-        if selection.decision is None or layers is None:
-            return Explanation(selection, copied)
-        store = next(s for name, s in layers if name == selection.layer)
-        found = [store.measurement(i) for i in selection.decision.finalists]
-        others = tuple(r for r in found if r is not None and r.id != selection.decision.leader)
-        path = selection.candidate.variant.path
-        paths = {name: v.path for name, v in self._registry.variants.items()}
-        other = next((r for r in others if paths.get(r.variant, path) != path), None)
-        return Explanation(selection, copied, others, other)
+        return explanation.explain(problem, device, self._registry, layers, pinned, copied)
 
     def close(self) -> None:
         """Forgets all plans and closes the databases; the next call begins anew."""

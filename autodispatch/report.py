@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autodispatch.device import DeviceInfo
-from autodispatch.dispatcher import Explanation
+from autodispatch.explanation import Explanation
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord

@@ -103,7 +103,7 @@ def test_the_second_call_of_a_problem_looks_nothing_up(dispatcher: Dispatcher, m
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the hot path must not come here")
 
-    for name in ("selections", "select", "describe"):
+    for name in ("selections", "describe"):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(TuningStore, "_run", never)
     assert_right(dispatcher.run(a, b1, b2), a, b1, b2)

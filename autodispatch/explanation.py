@@ -1,0 +1,68 @@
+"""Explanation: why a call runs as it does, from the selection and the measurements behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodispatch.device import DeviceInfo
+from autodispatch.layers import Layers
+from autodispatch.problem import Problem
+from autodispatch.records import MeasurementRecord
+from autodispatch.selection import Selection, select
+from autodispatch.variants import Candidate, Registry
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call runs as it does.
+
+    Attributes:
+        selection: what was picked, its origin and the reason.
+        copied: arguments that are copied first, each with the reason.
+        alternatives: the other finalists of the decision behind it, fastest first; empty if nothing was tuned.
+        other_path: the fastest of them on the other path (split or fused), if any was measured.
+    """
+
+    selection: Selection
+    copied: tuple[tuple[str, str], ...] = ()
+    alternatives: tuple[MeasurementRecord, ...] = ()
+    other_path: MeasurementRecord | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster the pick is than the best of the other path, both measured in the same finals."""
+        median = self.selection.median_us
+        if median is None or self.other_path is None or self.other_path.median_us is None:
+            return None
+        return self.other_path.median_us / median
+
+    def __str__(self) -> str:
+        s = self.selection
+        lines = [f"{s.problem} on {s.device.name}", f"  {s.candidate}", f"  {s.origin.value}: {s.reason}"]
+        if s.layer:
+            lines.append(f"  from: {s.layer}")
+        if self.gain is not None and self.other_path is not None:
+            lines.append(f"  {self.gain:.2f}x the best of the other path ({self.other_path.variant})")
+        lines += [f"  copied first: {name}, since {why}" for name, why in self.copied]
+        return "\n".join(lines)
+
+
+def explain(
+    problem: Problem,
+    device: DeviceInfo,
+    registry: Registry,
+    layers: Layers | None,
+    pinned: Candidate | None = None,
+    copied: tuple[tuple[str, str], ...] = (),
+) -> Explanation:
+    """The selection for a problem with what was measured beside it. Raises UnsupportedProblemError."""
+    selection = select(problem, device, registry, layers, pinned)
+    if selection.decision is None or layers is None:
+        return Explanation(selection, copied)
+    store = next(s for name, s in layers if name == selection.layer)
+    found = [store.measurement(i) for i in selection.decision.finalists]
+    others = tuple(r for r in found if r is not None and r.id != selection.decision.leader)
+    path = selection.candidate.variant.path
+    paths = {name: v.path for name, v in registry.variants.items()}
+    other = next((r for r in others if paths.get(r.variant, path) != path), None)
+    return Explanation(selection, copied, others, other)
