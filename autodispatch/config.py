@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
@@ -23,9 +23,6 @@ class Config:
 
     def __str__(self) -> str:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
-
-
-C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ def parse(name: str, text: str, headers: tuple[tuple[str, str], ...] = ()) -> Ke
     return KernelSource(name, text, headers, parameters, tuple(_type(a) for a in signature.split(",")))
 
 
-def snake_to_camel(name: str) -> str:
-    """`tile_m` in Python is `TileM` in CUDA."""
-    return "".join(word.capitalize() for word in name.split("_"))
+def camel_to_snake(name: str) -> str:
+    """`TileM` in CUDA is `tile_m` in Python."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _headers(text: str) -> tuple[tuple[str, str], ...]:

@@ -26,7 +26,6 @@ class Intermediate:
 
     def __init__(self, problem: Problem, dtype: str) -> None:
         self.dtype = dtype
-        self.kernel_type = KERNEL_TYPES[dtype]
         self.leading_dimension = round_up(problem.n, 8)
         self.matrix_bytes = problem.m * self.leading_dimension * ITEM_BYTES[dtype]
         self.total_bytes = 2 * self.matrix_bytes

@@ -11,12 +11,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autodispatch.compiler import Resources
+from autodispatch.compiler import KernelSpec, Resources
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.errors import UnsupportedProblemError
 from autodispatch.problem import Operands, Problem
-from autodispatch.source import KernelSource, load
+from autodispatch.source import KernelSource, camel_to_snake, load
 
 SPLIT, FUSED = "split", "fused"
 KERNEL_TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}  # in kernels/include/autodispatch/types.cuh
@@ -85,7 +85,8 @@ class Variant(ABC):
         kind: the kind of device it runs on, `cuda` or `cpu`.
         space: its tunables.
         requirements: what the problem and device must fulfil, whatever the config.
-        sources: names of the kernels it launches.
+        sources: names of the kernels it launches; the first is named as the variant, if it has one of its own.
+        architecture_features: whether its own kernel needs instructions of one architecture alone, as wgmma.
         is_library: whether it needs no kernel of ours for the products, and so serves as the last resort.
     """
 
@@ -95,6 +96,7 @@ class Variant(ABC):
     space: ConfigSpace
     requirements: tuple[Restriction, ...] = ()
     sources: tuple[str, ...] = ()
+    architecture_features: bool = False
     is_library: bool = False
 
     @abstractmethod
@@ -111,6 +113,19 @@ class Variant(ABC):
 
     def workspace_bytes(self, config: Any, problem: Problem) -> int:
         return 0
+
+    def spec(self, config: Any, problem: Problem) -> KernelSpec:
+        """The instance of the variant's own kernel, each template parameter filled by its name: `TileM` is the config's
+        `tile_m`, the others come from the problem."""
+        source = load(self.name)
+        given = {
+            "T": KERNEL_TYPES[problem.dtype],
+            "C": KERNEL_TYPES[getattr(config, "intermediate", "float32")],
+            "Layout": problem.layout,
+            "Activation": problem.activation,
+        }
+        values = {p: given[p] if p in given else getattr(config, camel_to_snake(p)) for p in source.parameters}
+        return KernelSpec(source, tuple(values.items()), self.architecture_features)
 
     @cached_property
     def digest(self) -> str:

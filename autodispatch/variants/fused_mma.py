@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from autodispatch.compiler import KernelSpec
 from autodispatch.config import Config
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig
 from autodispatch.problem import Problem
-from autodispatch.source import load
 from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.executables import FusedExecutable
 from autodispatch.variants.mma import MmaConfig, config_space, requirements, starting_tile
@@ -26,10 +24,6 @@ class FusedMma(Variant):
 
     def work(self, config: MmaConfig, problem: Problem) -> Work:
         return config.work(problem, 2)
-
-    def spec(self, config: MmaConfig, problem: Problem) -> KernelSpec:
-        values = {**config.template_values(problem), "Activation": problem.activation}
-        return KernelSpec(load("fused_mma"), tuple(values.items()))
 
     def executable(self, config: MmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((config.tiles(problem), 1), config.threads, config.shared_bytes(2))

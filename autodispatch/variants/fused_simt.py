@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from autodispatch.compiler import KernelSpec
 from autodispatch.config import Config
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig
 from autodispatch.problem import Problem
-from autodispatch.source import load
 from autodispatch.variants import simt
 from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.executables import FusedExecutable
@@ -25,10 +23,6 @@ class FusedSimt(Variant):
 
     def work(self, config: simt.SimtConfig, problem: Problem) -> Work:
         return config.work(problem, 2)
-
-    def spec(self, config: simt.SimtConfig, problem: Problem) -> KernelSpec:
-        values = {**config.template_values(problem), "Activation": problem.activation}
-        return KernelSpec(load("fused_simt"), tuple(values.items()))
 
     def executable(self, config: simt.SimtConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((config.tiles(problem), 1), config.threads)

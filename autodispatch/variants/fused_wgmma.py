@@ -9,7 +9,6 @@ from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig, size
 from autodispatch.problem import Matrix, Problem
-from autodispatch.source import load
 from autodispatch.tensor_map import tensor_map
 from autodispatch.variants.base import FUSED, Call, Executable, Variant, Work
 from autodispatch.variants.wgmma import (
@@ -90,6 +89,7 @@ class FusedWgmma(Variant):
         ),
     )
     requirements = REQUIREMENTS
+    architecture_features = True
     sources = ("fused_wgmma",)
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
@@ -98,15 +98,6 @@ class FusedWgmma(Variant):
     def work(self, config: FusedWgmmaConfig, problem: Problem) -> Work:
         shared = config.shared_bytes(problem.layout)
         return config.work(problem, 2, shared, overlapped=not config.cooperative)
-
-    def spec(self, config: FusedWgmmaConfig, problem: Problem) -> KernelSpec:
-        values = {
-            **config.template_values(problem),
-            "Activation": problem.activation,
-            "L2Hints": config.l2_hints,
-            "Cooperative": config.cooperative,
-        }
-        return KernelSpec(load("fused_wgmma"), tuple(values.items()), architecture_features=True)
 
     def executable(self, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
         return _FusedWgmma(self.spec(config, problem), config, problem, device)

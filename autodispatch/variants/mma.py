@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import MAX_GRID_X, ceil_div
 from autodispatch.problem import Problem
-from autodispatch.variants.base import KERNEL_TYPES, Unit, Work
-
-_GROUP_M = 8
+from autodispatch.variants.base import Unit, Work
 
 
 @dataclass(frozen=True)
 class MmaConfig(Config):
     """Tunables of the mma.sync kernels; a block has `num_warps` warps."""
+
+    group_m: ClassVar[int] = 8  # tile rows walked together
 
     tile_m: int
     tile_n: int
@@ -59,19 +60,6 @@ class MmaConfig(Config):
             ceil_div(problem.k, self.tile_k),
             (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
         )
-
-    def template_values(self, problem: Problem) -> dict[str, object]:
-        return {
-            "T": KERNEL_TYPES[problem.dtype],
-            "Layout": problem.layout,
-            "TileM": self.tile_m,
-            "TileN": self.tile_n,
-            "TileK": self.tile_k,
-            "NumStages": self.num_stages,
-            "WarpsM": self.warps_m,
-            "WarpsN": self.warps_n,
-            "GroupM": _GROUP_M,
-        }
 
 
 def requirements() -> tuple[Restriction, ...]:

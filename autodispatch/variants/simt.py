@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.launch import MAX_GRID_X, ceil_div
 from autodispatch.problem import Problem
-from autodispatch.variants.base import KERNEL_TYPES, Unit, Work
-
-_GROUP_M = 8
+from autodispatch.variants.base import Unit, Work
 
 
 @dataclass(frozen=True)
 class SimtConfig(Config):
     """Tunables of the simt kernels; a thread computes `thread_m` x `thread_n` outputs of each product."""
+
+    group_m: ClassVar[int] = 8  # tile rows walked together
 
     tile_m: int
     tile_n: int
@@ -43,18 +44,6 @@ class SimtConfig(Config):
             ceil_div(problem.k, self.tile_k),
             (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
         )
-
-    def template_values(self, problem: Problem) -> dict[str, object]:
-        return {
-            "T": KERNEL_TYPES[problem.dtype],
-            "Layout": problem.layout,
-            "TileM": self.tile_m,
-            "TileN": self.tile_n,
-            "TileK": self.tile_k,
-            "ThreadM": self.thread_m,
-            "ThreadN": self.thread_n,
-            "GroupM": _GROUP_M,
-        }
 
 
 SPACE = ConfigSpace(

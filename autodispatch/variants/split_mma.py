@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autodispatch.compiler import KernelSpec
 from autodispatch.config import Config, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig
 from autodispatch.problem import Problem
-from autodispatch.source import load
 from autodispatch.variants.activation_product import Intermediate, intermediate_dtypes
-from autodispatch.variants.base import KERNEL_TYPES, SPLIT, Executable, Variant, Work
+from autodispatch.variants.base import SPLIT, Executable, Variant, Work
 from autodispatch.variants.executables import SplitExecutable
 from autodispatch.variants.mma import MmaConfig, config_space, requirements, starting_tile
 
@@ -44,10 +42,6 @@ class SplitMma(Variant):
 
     def workspace_bytes(self, config: SplitMmaConfig, problem: Problem) -> int:
         return Intermediate(problem, config.intermediate).total_bytes
-
-    def spec(self, config: SplitMmaConfig, problem: Problem) -> KernelSpec:
-        values = {**config.template_values(problem), "C": KERNEL_TYPES[config.intermediate]}
-        return KernelSpec(load("split_mma"), tuple(values.items()))
 
     def executable(self, config: SplitMmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((2 * config.tiles(problem), 1), config.threads, config.shared_bytes(1))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from autodispatch.compiler import KernelSpec
 from autodispatch.config import Config
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig
 from autodispatch.problem import Problem
-from autodispatch.source import load
 from autodispatch.variants import simt
 from autodispatch.variants.activation_product import Intermediate
 from autodispatch.variants.base import SPLIT, Executable, Variant, Work
@@ -29,9 +27,6 @@ class SplitSimt(Variant):
 
     def workspace_bytes(self, config: simt.SimtConfig, problem: Problem) -> int:
         return Intermediate(problem, "float32").total_bytes
-
-    def spec(self, config: simt.SimtConfig, problem: Problem) -> KernelSpec:
-        return KernelSpec(load("split_simt"), tuple(config.template_values(problem).items()))
 
     def executable(self, config: simt.SimtConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((2 * config.tiles(problem), 1), config.threads)

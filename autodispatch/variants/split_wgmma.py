@@ -9,9 +9,8 @@ from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import LaunchConfig, pointer, size
 from autodispatch.problem import Problem
-from autodispatch.source import load
 from autodispatch.variants.activation_product import ActivationProduct, Intermediate, intermediate_dtypes
-from autodispatch.variants.base import KERNEL_TYPES, SPLIT, Call, Executable, Variant, Work
+from autodispatch.variants.base import SPLIT, Call, Executable, Variant, Work
 from autodispatch.variants.wgmma import (
     REQUIREMENTS,
     THREADS,
@@ -53,6 +52,7 @@ class SplitWgmma(Variant):
         ),
     )
     requirements = REQUIREMENTS
+    architecture_features = True
     sources = ("split_wgmma", "activation_product")
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
@@ -65,10 +65,6 @@ class SplitWgmma(Variant):
 
     def workspace_bytes(self, config: SplitWgmmaConfig, problem: Problem) -> int:
         return Intermediate(problem, config.intermediate).total_bytes
-
-    def spec(self, config: SplitWgmmaConfig, problem: Problem) -> KernelSpec:
-        values = {**config.template_values(problem), "C": KERNEL_TYPES[config.intermediate]}
-        return KernelSpec(load("split_wgmma"), tuple(values.items()), architecture_features=True)
 
     def executable(self, config: SplitWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
         return _SplitWgmma(self.spec(config, problem), config, problem, device)

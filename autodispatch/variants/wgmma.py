@@ -10,7 +10,7 @@ from autodispatch.config import Config, Restriction
 from autodispatch.launch import MAX_GRID_X, ceil_div, round_up
 from autodispatch.problem import Matrix, Problem
 from autodispatch.tensor_map import tensor_map
-from autodispatch.variants.base import KERNEL_TYPES, Unit, Work
+from autodispatch.variants.base import Unit, Work
 
 THREADS = 384
 _TILE_K = 64
@@ -37,16 +37,6 @@ class WgmmaConfig(Config):
         blocks = 2 // products * self.tiles(problem)
         unit = Unit.WGMMA if overlapped else Unit.WGMMA_COOPERATIVE
         return Work(unit, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products)
-
-    def template_values(self, problem: Problem) -> dict[str, object]:
-        return {
-            "T": KERNEL_TYPES[problem.dtype],
-            "Layout": problem.layout,
-            "TileM": self.tile_m,
-            "TileN": self.tile_n,
-            "NumStages": self.num_stages,
-            "GroupM": self.group_m,
-        }
 
 
 REQUIREMENTS = (
