@@ -149,9 +149,7 @@ def _usable(
     if candidate.variant.digest != measurement.digest:
         _log.debug("the record %s is not used: %s has changed since", measurement.id, measurement.variant)
         return None
-    if candidate.variant.unmet(problem, device) or candidate.variant.space.violations(
-        candidate.config, problem, device
-    ):
+    if not candidate.is_legal(problem, device):
         return None
     reason = f"measured {measurement.median_us:.1f} us, the fastest of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:

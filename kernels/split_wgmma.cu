@@ -4,7 +4,7 @@
 // The main loop and the turns are those of fused_wgmma.cu over twice as many tiles, those of c1 first; a tile holds one
 // product, and lanes store their pairs of columns straight from registers, 32 bytes per four lanes.
 // Bound by the tensor cores. Requires 9.0a, NVRTC 12.9, 16-byte alignment of pointers and rows.
-// Shared memory: 1024 + NumStages * (TileM + TileN) * 128 + NumStages * 16 bytes, dynamic.
+// Shared memory: NumStages * (TileM + TileN) * 128 + NumStages * 16 bytes, dynamic.
 #include "autodispatch/tile.cuh"
 #include "autodispatch/wgmma_pipeline.cuh"
 
@@ -14,46 +14,33 @@ __global__ void __launch_bounds__(384, 1)
                 const __grid_constant__ TensorMap b2, C* __restrict__ c1, C* __restrict__ c2, long long m, long long n,
                 long long k, long long ldc) {
   using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 1, 1>;
-  extern __shared__ char unaligned[];
-  char* shared = align_1024(unaligned);
+  extern __shared__ __align__(1024) char shared[];
   Barrier* barriers = reinterpret_cast<Barrier*>(shared + NumStages * Pipeline::StageBytes);
   const Pipeline pipeline{shared, barriers, barriers + NumStages};
-  if (threadIdx.x == 0) {
-    pipeline.init();
-    tma_prefetch(a);
-    tma_prefetch(b1);
-    tma_prefetch(b2);
-  }
-  __syncthreads();
-
   const int tiles_m = static_cast<int>(ceil_div(m, TileM));
   const int tiles_n = static_cast<int>(ceil_div(n, TileN));
   const int half = tiles_m * tiles_n;
   const int k_blocks = static_cast<int>(ceil_div(k, Pipeline::TileK));
-  const int grid = gridDim.x;
   const int group = threadIdx.x / 128;
-  typename Pipeline::Position position;
   if (group == 0) {
+    if (threadIdx.x == 0) pipeline.init();
+    __syncwarp();
+    named_barrier_arrive(5, 384);
     registers_decrease<40>();
     if (threadIdx.x == 0) {
-      for (int i = blockIdx.x; i < 2 * half; i += grid) {
+      typename Pipeline::Position position;
+      for (int i = blockIdx.x; i < 2 * half; i += gridDim.x) {
         const auto tile = grouped_tile<GroupM, int>(i < half ? i : i - half, tiles_m, tiles_n);
-        pipeline.template produce<false>(position, a, {i < half ? &b1 : &b2}, tile.m * TileM, tile.n * TileN, k_blocks, 0,
-                                         0);
+        for (int block = 0; block < k_blocks; ++block) {
+          pipeline.template load_block<false>(position, a, {i < half ? &b1 : &b2}, tile.m * TileM, tile.n * TileN, block, 0,
+                                              0);
+        }
       }
     }
   } else {
     registers_increase<232>();
-    if (group == 2) position.advance(k_blocks);
-    for (int i = blockIdx.x + (group - 1) * grid; i < 2 * half; i += 2 * grid) {
-      typename Pipeline::Accumulators d;
-      Pipeline::clear(d);
-      if (i != static_cast<int>(blockIdx.x)) named_barrier_sync(group, 256);  // the first waits for nobody
-      const int last = pipeline.multiply(position, d, k_blocks, 0);
-      if (i + grid < 2 * half) named_barrier_arrive(3 - group, 256);
-      wgmma_wait<0>();
-      if (threadIdx.x % 128 == 0) barrier_arrive(pipeline.empty + last);
-      position.advance(k_blocks);  // past the other group's tile
+    named_barrier_sync(5, 384);
+    multiply_tiles<false>(pipeline, group, 2 * half, k_blocks, [&](typename Pipeline::Accumulators& d, int i) {
       const auto tile = grouped_tile<GroupM, int>(i < half ? i : i - half, tiles_m, tiles_n);
       C* c = i < half ? c1 : c2;
       const int lane = threadIdx.x % 32;
@@ -61,13 +48,12 @@ __global__ void __launch_bounds__(384, 1)
       const long long column0 = static_cast<long long>(tile.n) * TileN + lane % 4 * 2;
 #pragma unroll
       for (int r = 0; r < Pipeline::RowBlocks; ++r) {
-        pin_registers(d[r]);
 #pragma unroll
         for (int pair = 0; pair < TileN / 4; ++pair) {
           const long long row = row0 + r * 64 + pair % 2 * 8;
           if (row < m) store_pair(c + row * ldc, column0 + pair / 2 * 8, n, d[r][pair * 2], d[r][pair * 2 + 1]);
         }
       }
-    }
+    });
   }
 }

@@ -65,13 +65,12 @@ def test_kernel_parameters_are_pointers_and_64_bit_sizes_only(name: str) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["fused_mma", "fused_simt", "fused_wgmma", "split_mma", "split_simt", "split_wgmma", "activation_product"],
+    ["fused_mma", "fused_simt", "fused_wgmma", "fused_wgmma_small", "split_mma", "split_simt", "split_wgmma", "activation_product"],
 )
 def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from autodispatch.compiler import CompiledKernel, Resources
     from autodispatch.problem import Matrix, Operands
     from autodispatch.variants import base, wgmma
-    from autodispatch.variants import fused_wgmma as with_output_map
 
     launched: list[tuple[str, tuple[object, ...]]] = []
 
@@ -83,11 +82,10 @@ def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, n
             kernel,
         )
 
-    for module in ("activation_product", "executables", "fused_wgmma", "split_wgmma"):
+    for module in ("activation_product", "executables", "split_wgmma", "wgmma"):
         monkeypatch.setattr(f"autodispatch.variants.{module}.compile_kernel", fake)
     encoded = np.zeros(128, np.uint8).view("V128")
     monkeypatch.setattr(wgmma, "tensor_map", lambda *_: encoded)
-    monkeypatch.setattr(with_output_map, "tensor_map", lambda *_: encoded)
     problem = Problem(64, 64, 64, "float16")
     variant = VARIANTS[name if name != "activation_product" else "split_simt"]
     x = Matrix(4096, 64, 64, 64, 1, "float16", 0, None)

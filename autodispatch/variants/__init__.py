@@ -11,6 +11,7 @@ from autodispatch.variants.cpu import CpuFused, CpuSplit
 from autodispatch.variants.fused_mma import FusedMma
 from autodispatch.variants.fused_simt import FusedSimt
 from autodispatch.variants.fused_wgmma import FusedWgmma
+from autodispatch.variants.fused_wgmma_small import FusedWgmmaSmall
 from autodispatch.variants.split_cublas import SplitCublas
 from autodispatch.variants.split_mma import SplitMma
 from autodispatch.variants.split_simt import SplitSimt
@@ -20,6 +21,7 @@ VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
         FusedWgmma(),
+        FusedWgmmaSmall(),
         SplitWgmma(),
         FusedMma(),
         SplitMma(),

@@ -35,6 +35,7 @@ class Unit(Enum):
 
     WGMMA = "tensor cores by wgmma, stores overlapped"
     WGMMA_COOPERATIVE = "tensor cores by wgmma, stores between the tiles"
+    WGMMA_SMALL = "tensor cores by wgmma, several blocks per SM"
     TENSOR = "tensor cores by mma.sync"
     FP32 = "fp32 units"
     LIBRARY = "the library's choice"
@@ -169,9 +170,16 @@ class Candidate:
         """How a candidate is stored: the variant's name and the config as JSON."""
         return self.variant.name, self.config.to_json()
 
+    def violations(self, problem: Problem, device: DeviceInfo) -> list[str]:
+        """Why the candidate is not legal for the problem on the device; empty if it is."""
+        return self.variant.unmet(problem, device) or self.variant.space.violations(self.config, problem, device)
+
+    def is_legal(self, problem: Problem, device: DeviceInfo) -> bool:
+        return not self.violations(problem, device)
+
     def check(self, problem: Problem, device: DeviceInfo) -> None:
         """Raises UnsupportedProblemError if the candidate is not legal for the problem on the device."""
-        why = self.variant.unmet(problem, device) or self.variant.space.violations(self.config, problem, device)
+        why = self.violations(problem, device)
         if why:
             raise UnsupportedProblemError(f"{self.variant.name} requires {'; '.join(why)} (got {problem})")
 

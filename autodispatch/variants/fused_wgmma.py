@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autodispatch.compiler import KernelSpec, compile_kernel
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
-from autodispatch.launch import LaunchConfig, size
-from autodispatch.problem import Matrix, Problem
-from autodispatch.tensor_map import tensor_map
-from autodispatch.variants.base import FUSED, Call, Executable, Variant, Work
+from autodispatch.launch import LaunchConfig
+from autodispatch.problem import Problem
+from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.wgmma import (
     REQUIREMENTS,
     THREADS,
+    FusedWgmmaExecutable,
     WgmmaConfig,
-    activations_map,
     restrictions,
-    weight_map,
 )
 
 _MAX_M_FOR_HINTS = 1024
@@ -32,7 +29,7 @@ class FusedWgmmaConfig(WgmmaConfig):
     cooperative: int
 
     def shared_bytes(self, layout: str) -> int:
-        return 1024 + self.num_stages * (self.stage_bytes(2, layout) + 16) + 2 * self.tile_n * 128
+        return self.num_stages * (self.stage_bytes(2, layout) + 16) + 2 * self.tile_n * 128
 
 
 def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
@@ -61,9 +58,9 @@ class FusedWgmma(Variant):
     space = ConfigSpace(
         FusedWgmmaConfig,
         {
-            "tile_m": (64, 128, 256),
+            "tile_m": (64, 128, 192, 256),
             "tile_n": (64, 72, 80, 96, 104, 112, 128),
-            "num_stages": (4, 5, 6, 7, 8),
+            "num_stages": (3, 4, 5, 6, 7, 8),
             "group_m": (8, 16),
             "l2_hints": (0, 1),
             "cooperative": (0, 1),
@@ -78,7 +75,7 @@ class FusedWgmma(Variant):
             ),
             Restriction(
                 lambda c, p, d: (
-                    (c.tile_m >= 128 and (c.tile_m == 256 or c.tile_n > 96)) if c.cooperative else c.tile_m <= 128
+                    (c.tile_m == 256 or (c.tile_m == 128 and c.tile_n > 96)) if c.cooperative else c.tile_m <= 192
                 ),
                 "cooperative tiles of 256 rows, or of 128 and over 96 columns; others by turns",
             ),
@@ -100,33 +97,6 @@ class FusedWgmma(Variant):
         return config.work(problem, 2, shared, overlapped=not config.cooperative)
 
     def executable(self, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
-        return _FusedWgmma(self.spec(config, problem), config, problem, device)
-
-
-class _FusedWgmma(Executable):
-    def __init__(self, spec: KernelSpec, config: FusedWgmmaConfig, problem: Problem, device: DeviceInfo) -> None:
-        self._config = config
-        self._layout = problem.layout
-        self.shared_bytes = config.shared_bytes(problem.layout)
-        blocks = min(config.tiles(problem), device.sm_count)
-        self._launch = LaunchConfig((blocks, 1), THREADS, self.shared_bytes)
-        self._kernel = compile_kernel(spec, device, self.shared_bytes)
-        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
-        self.resources = self._kernel.resources
-
-    def __call__(self, call: Call) -> None:
-        a, b1, b2, out = call.operands
-        c = self._config
-        maps = (
-            activations_map(a, c.tile_m),
-            weight_map(b1, self._layout, c.tile_n),
-            weight_map(b2, self._layout, c.tile_n),
-            out_map(out, c.tile_n),
-        )
-        self._kernel(self._launch, (*maps, *self._sizes), call.stream)
-
-
-def out_map(out: Matrix, tile_n: int) -> object:
-    """Blocks of 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
-    swizzle = 128 if tile_n == 64 else 0
-    return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, 64, tile_n, swizzle)
+        shared = config.shared_bytes(problem.layout)
+        launch = LaunchConfig((min(config.tiles(problem), device.sm_count), 1), THREADS, shared)
+        return FusedWgmmaExecutable(self.spec(config, problem), config, launch, problem, device)

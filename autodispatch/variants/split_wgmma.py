@@ -28,7 +28,7 @@ class SplitWgmmaConfig(WgmmaConfig):
     intermediate: str
 
     def shared_bytes(self, layout: str) -> int:
-        return 1024 + self.num_stages * (self.stage_bytes(1, layout) + 16)
+        return self.num_stages * (self.stage_bytes(1, layout) + 16)
 
 
 class SplitWgmma(Variant):

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from autodispatch.compiler import KernelSpec, compile_kernel
 from autodispatch.config import Config, Restriction
-from autodispatch.launch import MAX_GRID_X, ceil_div, round_up
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import MAX_GRID_X, LaunchConfig, ceil_div, round_up, size
 from autodispatch.problem import Matrix, Problem
 from autodispatch.tensor_map import tensor_map
-from autodispatch.variants.base import Unit, Work
+from autodispatch.variants.base import Call, Executable, Unit, Work
 
 THREADS = 384
 _TILE_K = 64
@@ -18,19 +20,25 @@ MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
-class WgmmaConfig(Config):
-    """Tunables of the Hopper kernels; `group_m` tile rows are walked together."""
+class TileConfig(Config):
+    """The tile and the ring of stages that all Hopper kernels have."""
 
     tile_m: int
     tile_n: int
     num_stages: int
-    group_m: int
 
     def stage_bytes(self, products: int, layout: str) -> int:
         return (self.tile_m + products * loaded_columns(self.tile_n, layout)) * _TILE_K * 2
 
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(TileConfig):
+    """Tunables of the persistent Hopper kernels; `group_m` tile rows are walked together."""
+
+    group_m: int
 
     def work(self, problem: Problem, products: int, shared_bytes: int, *, overlapped: bool = True) -> Work:
         """The products of a kernel whose tiles hold `products` of them."""
@@ -49,19 +57,22 @@ REQUIREMENTS = (
 )
 
 
+def most_stages(shared_bytes: Callable[[Any, str], int], products: int, limit: Callable[[Any, DeviceInfo], int]) -> Restriction:
+    """As many stages as fit, where a config takes `shared_bytes(config, layout)` of at most `limit(config, device)` bytes."""
+
+    def fits(config: Any, problem: Problem, device: DeviceInfo) -> bool:
+        most = limit(config, device)
+        nbytes = shared_bytes(config, problem.layout)
+        one_more = nbytes + int(config.stage_bytes(products, problem.layout)) + 16
+        return bool(nbytes <= most and (config.num_stages == MAX_STAGES or one_more > most))
+
+    return Restriction(fits, f"as many stages as fit into shared memory, at most {MAX_STAGES}")
+
+
 def restrictions(shared_bytes: Callable[[Any, str], int], products: int) -> tuple[Restriction, ...]:
-    """Those of a kernel that needs `shared_bytes(config, layout)` bytes and holds `products` products in a tile."""
-
-    def fits(config: Any, layout: str, limit: int) -> bool:
-        nbytes = shared_bytes(config, layout)
-        one_more = nbytes + int(config.stage_bytes(products, layout)) + 16
-        return bool(nbytes <= limit and (config.num_stages == MAX_STAGES or one_more > limit))
-
+    """Those of a persistent kernel that needs `shared_bytes(config, layout)` bytes and holds `products` products in a tile."""
     return (
-        Restriction(
-            lambda c, p, d: fits(c, p.layout, d.shared_bytes_per_block),
-            "as many stages as fit into shared memory, at most 8",
-        ),
+        most_stages(shared_bytes, products, lambda c, d: d.shared_bytes_per_block),
         Restriction(
             lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (1 + getattr(c, "cooperative", 0)) <= 192,
             "at most 192 accumulators per thread",
@@ -93,3 +104,35 @@ def weight_map(b: Matrix, layout: str, tile_n: int) -> Any:
         return tensor_map(b.pointer, b.rows, b.columns, b.row_stride, b.dtype, tile_n, _TILE_K, 128)
     columns = atom_columns(tile_n)
     return tensor_map(b.pointer, b.rows, b.columns, b.row_stride, b.dtype, _TILE_K, columns, 2 * columns)
+
+
+def out_map(out: Matrix, tile_n: int) -> Any:
+    """Blocks of 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
+    swizzle = 128 if tile_n == 64 else 0
+    return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, 64, tile_n, swizzle)
+
+
+class FusedWgmmaExecutable(Executable):
+    """A fused Hopper kernel, whose arguments are the four maps, m, n and k."""
+
+    def __init__(
+        self, spec: KernelSpec, config: TileConfig, launch: LaunchConfig, problem: Problem, device: DeviceInfo
+    ) -> None:
+        self._config = config
+        self._layout = problem.layout
+        self.shared_bytes = launch.shared_bytes
+        self._launch = launch
+        self._kernel = compile_kernel(spec, device, launch.shared_bytes)
+        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
+        self.resources = self._kernel.resources
+
+    def __call__(self, call: Call) -> None:
+        a, b1, b2, out = call.operands
+        c = self._config
+        maps = (
+            activations_map(a, c.tile_m),
+            weight_map(b1, self._layout, c.tile_n),
+            weight_map(b2, self._layout, c.tile_n),
+            out_map(out, c.tile_n),
+        )
+        self._kernel(self._launch, (*maps, *self._sizes), call.stream)

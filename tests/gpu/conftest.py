@@ -75,7 +75,7 @@ def run_all(
         wide = filled(a, m, k8), filled(b1, k8, n8), filled(b2, k8, n8)
         more = [name for name in serving(*wide) if name not in names]
         if cupy.cuda.Device().compute_capability == "90" and a.dtype.itemsize == 2:
-            assert {"fused_wgmma", "split_wgmma"} <= {*names, *more}
+            assert {"fused_wgmma", "fused_wgmma_small", "split_wgmma"} <= {*names, *more}
         for name in more:
             yield name, dispatcher.run(*wide, candidate=name)[:, :n]
 

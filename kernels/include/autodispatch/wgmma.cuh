@@ -102,7 +102,11 @@ struct Wgmma;
     }                                                                                                    \
   };
 
+WGMMA_DEFINE(32, 2, 16, 17, 18)
+WGMMA_DEFINE(48, 3, 24, 25, 26)
+WGMMA_DEFINE(64, 4, 32, 33, 34)
 WGMMA_DEFINE(80, 5, 40, 41, 42)
+WGMMA_DEFINE(96, 6, 48, 49, 50)
 WGMMA_DEFINE(112, 7, 56, 57, 58)
 WGMMA_DEFINE(128, 8, 64, 65, 66)
 WGMMA_DEFINE(144, 9, 72, 73, 74)

@@ -45,7 +45,7 @@ struct WgmmaPipeline {
   static constexpr int StageBytes = TileM * TileK * 2 + NumProducts * WeightBytes;
 
   static_assert(sizeof(T) == 2, "wgmma here takes 16-bit elements");
-  static_assert(TileM % (64 * NumReaders) == 0 && TileM <= 256, "TileM must be 64 rows per reader, or twice as many");
+  static_assert(TileM % (64 * NumReaders) == 0 && TileM <= 256, "TileM must be a multiple of 64 rows per reader");
   static_assert(TileN % 8 == 0, "TileN must be a multiple of 8");
   static_assert(NumStages >= 2, "the ring needs two stages");
 
@@ -65,32 +65,31 @@ struct WgmmaPipeline {
     barrier_init_fence();
   }
 
-  // Loads the stages of one tile, by one thread. `b` are the maps of the weights, and `column` is the tile's first in each.
+  // Loads `block`, the next 64 of k of one tile, when its stage is free, by one thread. `b` are the maps of the weights, and
+  // `column` is the tile's first in each.
   template <bool L2Hints>
-  __device__ __forceinline__ void produce(Position& position, const TensorMap& a, const TensorMap* const (&b)[NumProducts],
-                                          int row, int column, int k_blocks, CachePolicy keep, CachePolicy stream) const {
-    for (int block = 0; block < k_blocks; ++block) {
-      barrier_wait(empty + position.stage, position.parity ^ 1u);
-      Barrier* barrier = full + position.stage;
-      char* stage = stages + position.stage * StageBytes;
-      barrier_arrive_expect(barrier, StageBytes);
-      const int depth = block * TileK;
-      load<L2Hints>(stage, a, depth, row, barrier, keep);
-      char* weights = stage + TileM * TileK * 2;
+  __device__ __forceinline__ void load_block(Position& position, const TensorMap& a, const TensorMap* const (&b)[NumProducts],
+                                             int row, int column, int block, CachePolicy keep, CachePolicy stream) const {
+    barrier_wait(empty + position.stage, position.parity ^ 1u);
+    Barrier* barrier = full + position.stage;
+    char* stage = stages + position.stage * StageBytes;
+    barrier_arrive_expect(barrier, StageBytes);
+    const int depth = block * TileK;
+    load<L2Hints>(stage, a, depth, row, barrier, keep);
+    char* weights = stage + TileM * TileK * 2;
 #pragma unroll
-      for (int p = 0; p < NumProducts; ++p) {
-        if constexpr (Layout == nk) {
-          load<L2Hints>(weights + p * WeightBytes, *b[p], depth, column, barrier, stream);
-        } else {
+    for (int p = 0; p < NumProducts; ++p) {
+      if constexpr (Layout == nk) {
+        load<L2Hints>(weights + p * WeightBytes, *b[p], depth, column, barrier, stream);
+      } else {
 #pragma unroll
-          for (int atom = 0; atom < LoadedN / AtomN; ++atom) {
-            char* shared = weights + p * WeightBytes + atom * AtomN * TileK * 2;
-            load<L2Hints>(shared, *b[p], column + atom * AtomN, depth, barrier, stream);
-          }
+        for (int atom = 0; atom < LoadedN / AtomN; ++atom) {
+          char* shared = weights + p * WeightBytes + atom * AtomN * TileK * 2;
+          load<L2Hints>(shared, *b[p], column + atom * AtomN, depth, barrier, stream);
         }
       }
-      position.next();
     }
+    position.next();
   }
 
   static __device__ __forceinline__ void clear(Accumulators& d) {
@@ -100,9 +99,12 @@ struct WgmmaPipeline {
       for (int i = 0; i < Width / 2; ++i) d[r][i] = 0.0f;
   }
 
-  // Adds one tile's products to cleared accumulators, by one warpgroup, the `reader`-th of those that share the tile.
-  // Returns the last stage, which the caller releases after wgmma_wait<0>.
-  __device__ __forceinline__ int multiply(Position& position, Accumulators& d, int k_blocks, int reader) const {
+  // Adds one tile's products to cleared accumulators, by one warpgroup, the `reader`-th of those that share the tile. Calls
+  // `released(block)` when this warpgroup has released the stage of a block. Returns the last stage, which the caller
+  // releases after wgmma_wait<0>.
+  template <typename Released>
+  __device__ __forceinline__ int multiply(Position& position, Accumulators& d, int k_blocks, int reader,
+                                          Released released) const {
     constexpr int Leading = Layout == nk ? 0 : AtomN * TileK * 2;
     constexpr int Stride = Layout == nk ? 1024 : AtomN * 16;
     constexpr Swizzle WeightSwizzle = Layout == nk || AtomN == 64 ? swizzle_128 : swizzle_64;
@@ -135,7 +137,10 @@ struct WgmmaPipeline {
       }
       wgmma_commit();
       wgmma_wait<1>();  // the previous block's products are done
-      if (block > 0 && threadIdx.x % 128 == 0) barrier_arrive(empty + previous);
+      if (block > 0) {
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty + previous);
+        released(block - 1);
+      }
       previous = position.stage;
       position.next();
     }
@@ -154,7 +159,26 @@ struct WgmmaPipeline {
   }
 };
 
-// Rounds up to the alignment that a 128-byte swizzle wants.
-__device__ __forceinline__ char* align_1024(char* shared) {
-  return shared + ((1024 - (shared_address(shared) & 1023)) & 1023);
+// What warpgroup `group` (1 or 2) of a block does beside the producer's: multiplies tiles of a persistent grid, and hands the
+// accumulators of each with its number to `store`. Ping-pong: the groups take whole tiles by turns, and while one multiplies
+// the other stores; named barriers 1 and 2 pass the turn. Cooperative: each takes its part of the rows of every tile.
+template <bool Cooperative, typename Pipeline, typename Store>
+__device__ __forceinline__ void multiply_tiles(const Pipeline& pipeline, int group, int tiles, int k_blocks, Store store) {
+  const int grid = gridDim.x;
+  const int own = blockIdx.x;
+  typename Pipeline::Position position;
+  if (!Cooperative && group == 2) position.advance(k_blocks);
+  for (int i = own + (Cooperative ? 0 : (group - 1) * grid); i < tiles; i += Cooperative ? grid : 2 * grid) {
+    typename Pipeline::Accumulators d;
+    Pipeline::clear(d);
+    if (!Cooperative && i != own) named_barrier_sync(group, 256);  // the first waits for nobody
+    const int last = pipeline.multiply(position, d, k_blocks, Cooperative ? group - 1 : 0, [](int) {});
+    if (!Cooperative && i + grid < tiles) named_barrier_arrive(3 - group, 256);
+    wgmma_wait<0>();
+    if (threadIdx.x % 128 == 0) barrier_arrive(pipeline.empty + last);
+    if (!Cooperative) position.advance(k_blocks);  // past the other group's tile
+#pragma unroll
+    for (int r = 0; r < Pipeline::RowBlocks; ++r) pin_registers(d[r]);
+    store(d, i);
+  }
 }
