@@ -3,7 +3,7 @@
 Time = launches + the longest of arithmetic (whole tiles, shared out over the SMs, or the turns of the main loop where
 these take longer), L2 traffic (each block reads its rows of `a` and its columns of the weights) and global memory + the
 split path's way out and back for c1 and c2.
-A persistent kernel by wgmma has a model of its own, below.
+Kernels by wgmma have a model of their own, below.
 
 Rates follow from compute capability, SM count, clock and memory bandwidth. The few constants in cycles or microseconds
 were measured on an H200; they are properties of the kernels more than of the card.
@@ -54,7 +54,7 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
         return _predict_cpu(candidate, work, problem, device)
     clock = device.clock_khz * 1e3 or 1.5e9
     bandwidth = 0.88 * device.bandwidth or 5e11
-    if work.unit in (Unit.WGMMA, Unit.WGMMA_COOPERATIVE):
+    if work.unit in (Unit.WGMMA, Unit.WGMMA_COOPERATIVE, Unit.WGMMA_SMALL):
         return _predict_wgmma(candidate, work, problem, device, clock, bandwidth)
     per_sm = ceil_div(work.blocks, device.sm_count)
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
@@ -78,9 +78,10 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
 def _predict_wgmma(
     candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float
 ) -> Estimate:
-    """A persistent kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for
-    the first bytes and the last store. Where it streams the weights, SMs without a tile cost bandwidth, by the square
-    root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden.
+    """A kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for the first
+    bytes and the last store. Where a persistent one streams the weights, SMs without a tile cost bandwidth, by the square
+    root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden. Of several small
+    blocks per SM, what counts is the SM that has most of them to feed.
     """
     rounds = ceil_div(work.blocks, device.sm_count)
     cycles = (
@@ -89,12 +90,19 @@ def _predict_wgmma(
     if work.unit is Unit.WGMMA_COOPERATIVE:
         cycles += rounds * _EXPOSED_STORE_CYCLES * work.tile_m * work.tile_n / 128**2
     arithmetic = cycles / clock
-    reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
+    tile_bytes = (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
     whole_boxes = problem.layout == "nk" or work.tile_n % 64 == 0
-    l2 = reads / ((64.0 if whole_boxes else 48.0) * clock * min(work.blocks, device.sm_count))
-    memory = problem.bytes_moved / (bandwidth * (work.blocks / (rounds * device.sm_count)) ** 0.5)
+    l2_rate = (64.0 if whole_boxes else 48.0) * clock
+    memory = problem.bytes_moved / bandwidth
+    fixed = _WGMMA_FIXED_CYCLES
+    if work.unit is Unit.WGMMA_SMALL:
+        l2 = rounds * tile_bytes / l2_rate
+        fixed *= 0.8
+    else:
+        l2 = work.blocks * tile_bytes / (l2_rate * min(work.blocks, device.sm_count))
+        memory /= (work.blocks / (rounds * device.sm_count)) ** 0.5
     intermediate = _crossing(candidate, problem, device, bandwidth)
-    launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
+    launches = (work.launches - 1) * LAUNCH_S + fixed / clock
     total = launches + _longest(arithmetic, l2, memory) + intermediate
     return Estimate(total, launches, arithmetic, l2, memory, intermediate)
 

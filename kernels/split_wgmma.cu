@@ -17,15 +17,20 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) char shared[];
   Barrier* barriers = reinterpret_cast<Barrier*>(shared + NumStages * Pipeline::StageBytes);
   const Pipeline pipeline{shared, barriers, barriers + NumStages};
+  if (threadIdx.x == 0) {
+    pipeline.init();
+    tma_prefetch(a);
+    tma_prefetch(b1);
+    tma_prefetch(b2);
+  }
+  __syncthreads();
+
   const int tiles_m = static_cast<int>(ceil_div(m, TileM));
   const int tiles_n = static_cast<int>(ceil_div(n, TileN));
   const int half = tiles_m * tiles_n;
   const int k_blocks = static_cast<int>(ceil_div(k, Pipeline::TileK));
   const int group = threadIdx.x / 128;
   if (group == 0) {
-    if (threadIdx.x == 0) pipeline.init();
-    __syncwarp();
-    named_barrier_arrive(5, 384);
     registers_decrease<40>();
     if (threadIdx.x == 0) {
       typename Pipeline::Position position;
@@ -39,7 +44,6 @@ __global__ void __launch_bounds__(384, 1)
     }
   } else {
     registers_increase<232>();
-    named_barrier_sync(5, 384);
     multiply_tiles<false>(pipeline, group, 2 * half, k_blocks, [&](typename Pipeline::Accumulators& d, int i) {
       const auto tile = grouped_tile<GroupM, int>(i < half ? i : i - half, tiles_m, tiles_n);
       C* c = i < half ? c1 : c2;

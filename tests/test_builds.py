@@ -27,7 +27,7 @@ def specs(name: str, device: DeviceInfo, *, all_forms: bool) -> list[KernelSpec]
     found = []
     for i, (dtype, layout) in enumerate(FORMS):
         problem = replace(BASE, dtype=dtype, layout=layout)
-        some = (replace(problem, m=m) for m in (64, 400, BASE.m))
+        some = (replace(problem, m=m) for m in (64, 150, 400, BASE.m))
         candidates = list({c.key: c for p in some for c in variant.candidates(p, device)}.values())
         usable = [f for f in FORMS if not variant.unmet(replace(BASE, m=64, dtype=f[0], layout=f[1]), device)]
         for j, candidate in enumerate(candidates):

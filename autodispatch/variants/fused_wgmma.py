@@ -23,13 +23,15 @@ _MAX_M_FOR_HINTS = 1024
 @dataclass(frozen=True)
 class FusedWgmmaConfig(WgmmaConfig):
     """Tunables of fused_wgmma; `l2_hints` 1 keeps a in L2 and streams the weights; `cooperative` 1 shares each tile
-    between the two warpgroups instead of giving them whole tiles by turns."""
+    between the two warpgroups instead of giving them whole tiles by turns; 2 does so where no block has more than one tile,
+    whose store then needs no shared memory of its own."""
 
     l2_hints: int
     cooperative: int
 
     def shared_bytes(self, layout: str) -> int:
-        return self.num_stages * (self.stage_bytes(2, layout) + 16) + 2 * self.tile_n * 128
+        store = 0 if self.cooperative == 2 else 2 * self.tile_n * 128
+        return self.num_stages * (self.stage_bytes(2, layout) + 16) + store
 
 
 def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
@@ -63,7 +65,7 @@ class FusedWgmma(Variant):
             "num_stages": (3, 4, 5, 6, 7, 8),
             "group_m": (8, 16),
             "l2_hints": (0, 1),
-            "cooperative": (0, 1),
+            "cooperative": (0, 1, 2),
         },
         (
             Restriction(
@@ -74,10 +76,15 @@ class FusedWgmma(Variant):
                 lambda c, p, d: not c.l2_hints or p.m <= _MAX_M_FOR_HINTS, f"m of at most {_MAX_M_FOR_HINTS} for hints"
             ),
             Restriction(
-                lambda c, p, d: (
-                    (c.tile_m == 256 or (c.tile_m == 128 and c.tile_n > 96)) if c.cooperative else c.tile_m <= 192
-                ),
-                "cooperative tiles of 256 rows, or of 128 and over 96 columns; others by turns",
+                lambda c, p, d: c.tile_m in (128, 256) if c.cooperative else c.tile_m <= 192,
+                "cooperative tiles of 128 or 256 rows, others of at most 192",
+            ),
+            Restriction(
+                lambda c, p, d: c.cooperative != 1 or c.tile_m == 256 or c.tile_n > 96,
+                "cooperative tiles of several per block over 128 x 96",
+            ),
+            Restriction(
+                lambda c, p, d: c.cooperative != 2 or c.tiles(p) <= d.sm_count, "one tile per block for cooperative 2"
             ),
             Restriction(
                 lambda c, p, d: not c.cooperative or p.m > c.tile_m // 2, "more rows than half a cooperative tile"

@@ -45,7 +45,7 @@ class FusedWgmmaSmall(Variant):
     space = ConfigSpace(
         FusedWgmmaSmallConfig,
         {
-            "tile_m": (64, 128, 256),
+            "tile_m": (64, 128),
             "tile_n": (24, 32, 40, 48, 64, 72, 80, 96, 112, 128),
             "num_stages": (2, 3, 4, 5, 6, 7, 8),
             "blocks_per_sm": (1, 2, 3, 4),

@@ -74,7 +74,7 @@ def restrictions(shared_bytes: Callable[[Any, str], int], products: int) -> tupl
     return (
         most_stages(shared_bytes, products, lambda c, d: d.shared_bytes_per_block),
         Restriction(
-            lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (1 + getattr(c, "cooperative", 0)) <= 192,
+            lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (2 if getattr(c, "cooperative", 0) else 1) <= 192,
             "at most 192 accumulators per thread",
         ),
         Restriction(

@@ -34,6 +34,7 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
         (2 * m + 3, 2 * n + 9, stages * k + 33),
         (1, 511, 511),
         (9 * m, 72, 64),
+        (9 * m + 8, 72, 8),
     ]
     if "wgmma" in candidate.variant.name:  # which take n and k in multiples of 8 only
         found = [(m, round_up(n, 8), round_up(k, 8)) for m, n, k in found]
@@ -47,9 +48,9 @@ def test_every_config_is_right_on_sizes_around_its_tile(device: DeviceInfo, name
     base = Problem(64, 64, 64, dtype, layout)
     variant = VARIANTS[name]
     if variant.unmet(base, device):
-        assert dtype == "float32" and name.endswith("mma")
+        assert dtype == "float32" and "mma" in name
         return
-    some = (replace(base, m=m) for m in (64, 400, 4096))
+    some = (replace(base, m=m) for m in (64, 150, 400, 4096))
     candidates = list({c.key: c for problem in some for c in variant.candidates(problem, device)}.values())
     assert candidates
     bench = CudaWorkbench(device)
@@ -57,7 +58,7 @@ def test_every_config_is_right_on_sizes_around_its_tile(device: DeviceInfo, name
     builds = []
     for candidate in candidates:
         legal = [p for m, n, k in sizes(candidate) if candidate.is_legal(p := replace(base, m=m, n=n, k=k), device)]
-        assert len(legal) >= 3, candidate
+        assert len(legal) >= 2, candidate
         builds.append((candidate, legal[0]))
         for problem in legal:
             jobs.setdefault(problem, []).append(candidate)
