@@ -65,7 +65,7 @@ def test_kernel_parameters_are_pointers_and_64_bit_sizes_only(name: str) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["fused_mma", "fused_simt", "fused_wgmma", "fused_wgmma_small", "split_mma", "split_simt", "split_wgmma", "activation_product"],
+    ["fused_decode", "fused_gemv", "fused_mma", "fused_simt", "fused_wgmma", "fused_wgmma_small", "split_mma", "split_simt", "split_wgmma", "activation_product"],
 )
 def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from autodispatch.compiler import CompiledKernel, Resources
@@ -86,7 +86,7 @@ def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, n
         monkeypatch.setattr(f"autodispatch.variants.{module}.compile_kernel", fake)
     encoded = np.zeros(128, np.uint8).view("V128")
     monkeypatch.setattr(wgmma, "tensor_map", lambda *_: encoded)
-    problem = Problem(64, 64, 64, "float16")
+    problem = Problem(1 if name == "fused_gemv" else 64, 64, 64, "float16")
     variant = VARIANTS[name if name != "activation_product" else "split_simt"]
     x = Matrix(4096, 64, 64, 64, 1, "float16", 0, None)
     candidate = variant.candidate(problem, H200)

@@ -8,6 +8,8 @@ from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 from autodispatch.variants.base import Call, Candidate, Executable, Variant
 from autodispatch.variants.cpu import CpuFused, CpuSplit
+from autodispatch.variants.fused_decode import FusedDecode
+from autodispatch.variants.fused_gemv import FusedGemv
 from autodispatch.variants.fused_mma import FusedMma
 from autodispatch.variants.fused_simt import FusedSimt
 from autodispatch.variants.fused_wgmma import FusedWgmma
@@ -22,6 +24,8 @@ VARIANTS: dict[str, Variant] = {
     for v in (
         FusedWgmma(),
         FusedWgmmaSmall(),
+        FusedDecode(),
+        FusedGemv(),
         SplitWgmma(),
         FusedMma(),
         SplitMma(),

@@ -37,6 +37,8 @@ class Unit(Enum):
     WGMMA_COOPERATIVE = "tensor cores by wgmma, stores between the tiles"
     WGMMA_SMALL = "tensor cores by wgmma, several blocks per SM"
     TENSOR = "tensor cores by mma.sync"
+    DECODE = "tensor cores by mma.sync, streaming the weights"
+    GEMV = "fp32 units, streaming the weights"
     FP32 = "fp32 units"
     LIBRARY = "the library's choice"
     CPU = "the processor"
@@ -123,6 +125,7 @@ class Variant(ABC):
             "T": KERNEL_TYPES[problem.dtype],
             "C": KERNEL_TYPES[getattr(config, "intermediate", "float32")],
             "Layout": problem.layout,
+            "Alignment": problem.alignment,
             "Activation": problem.activation,
         }
         values = {p: given[p] if p in given else getattr(config, camel_to_snake(p)) for p in source.parameters}

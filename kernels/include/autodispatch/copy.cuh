@@ -1,20 +1,71 @@
-// Copies from global to shared memory, 16 bytes at a time: asynchronous from compute capability 8.0, through
-// registers below it. The tail past the valid bytes is filled with zeros and never read.
+// Copies from global to shared memory in chunks of 16 bytes: asynchronous from compute capability 8.0, through registers
+// below it. The tail past the valid bytes is filled with zeros and never read.
 #pragma once
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies `valid` bytes (0 to 16, a multiple of 2) and clears the rest. Both addresses are 16-byte aligned; the
-// source is not touched where `valid` is 0.
-__device__ __forceinline__ void copy_16(void* shared, const void* global, int valid) {
+// How L2 treats what a copy brings: a policy in the form that copies and the copy engine take.
+using CachePolicy = unsigned long long;
+
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
-               : "memory");
-#else
+__device__ __forceinline__ CachePolicy policy_evict_first() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ CachePolicy policy_evict_last() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Bytes pieces of 4 or 8 go through L1, those of 16 do not.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(Bytes),
+                 "r"(valid)
+                 : "memory");
+  }
+}
+
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid, CachePolicy policy) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(valid), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(shared_address(shared)),
+                 "l"(global), "n"(Bytes), "r"(valid), "l"(policy)
+                 : "memory");
+  }
+}
+#endif
+
+// Copies `valid` bytes (0 to 16, a multiple of 2) to a 16-byte chunk and clears the rest. The source begins at a multiple of
+// Alignment bytes and is not touched past the valid bytes.
+template <int Alignment, typename... Policy>
+__device__ __forceinline__ void copy_chunk(void* shared, const void* global, int valid, Policy... policy) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (Alignment >= 4) {
+    constexpr int Bytes = Alignment < 16 ? Alignment : 16;
+#pragma unroll
+    for (int i = 0; i < 16; i += Bytes) {
+      const int left = valid - i < 0 ? 0 : valid - i < Bytes ? valid - i : Bytes;
+      copy_async<Bytes>(static_cast<char*>(shared) + i, static_cast<const char*>(global) + (left > 0 ? i : 0), left, policy...);
+    }
+    return;
+  }
+#endif
   uint4 data = {0u, 0u, 0u, 0u};
-  if (valid == 16) {
+  if (Alignment >= 16 && valid == 16) {
     data = *static_cast<const uint4*>(global);
   } else {
     const unsigned short* halves = static_cast<const unsigned short*>(global);
@@ -25,7 +76,6 @@ __device__ __forceinline__ void copy_16(void* shared, const void* global, int va
     }
   }
   *static_cast<uint4*>(shared) = data;
-#endif
 }
 
 __device__ __forceinline__ void copy_commit() {

@@ -1,23 +1,13 @@
 // The main loop of the tensor-core kernels: TileM x TileN of NumProducts products that share `a`, accumulated in fp32.
 //
 // A stage of shared memory holds TileK of k: a as [TileM][TileK], then each weight as [TileN][TileK] (nk) or
-// [TileK][TileN] (kn). Rows are cut into 16-byte chunks whose place is swizzled by the row, so that the eight rows an
-// ldmatrix reads fall into different banks. NumStages - 1 stages are in flight while one is consumed.
+// [TileK][TileN] (kn), swizzled. NumStages - 1 stages are in flight while one is consumed.
 // Warps stand WarpsM x WarpsN over the tile; a lane's accumulators are those of m16n8 fragments.
 #pragma once
 
-#include "autodispatch/copy.cuh"
 #include "autodispatch/mma.cuh"
+#include "autodispatch/tile_copy.cuh"
 #include "autodispatch/types.cuh"
-
-// The element offset of 16-byte chunk `chunk` of row `row` in a tile with rows of `Width` elements.
-template <int Width>
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-  constexpr int Chunks = Width / 8;
-  static_assert(Chunks >= 4 && (Chunks & (Chunks - 1)) == 0, "a tile row must be 32, 64, 128 or 256 elements");
-  const int phase = Chunks >= 8 ? row & 7 : (row >> 1) & 3;
-  return row * Width + ((chunk ^ phase) << 3);
-}
 
 template <typename T, WeightLayout Layout, int TileM, int TileN, int TileK, int NumStages, int WarpsM, int WarpsN,
           int NumProducts>
@@ -39,42 +29,19 @@ struct MmaMainloop {
 
   float accumulators[NumProducts][FragmentsM][FragmentsN][4];
 
-  // Copies Rows x Width elements from (row, column) of a matrix of `rows` x `columns` with leading dimension `ld`.
-  // A thread keeps to one chunk of the width and steps down the rows.
-  template <int Rows, int Width>
-  static __device__ __forceinline__ void load_tile(T* shared, const T* global, long long row, long long column,
-                                                   long long rows, long long columns, long long ld) {
-    constexpr int Chunks = Width / 8;
-    constexpr int RowStep = NumThreads / Chunks;
-    static_assert(NumThreads % Chunks == 0, "a thread must keep to one chunk of a tile row");
-    const int first = static_cast<int>(threadIdx.x) / Chunks;
-    const int chunk = static_cast<int>(threadIdx.x) % Chunks;
-    const long long left = columns - column - chunk * 8;
-    const int bytes = left >= 8 ? 16 : left > 0 ? static_cast<int>(left) * 2 : 0;
-    const int inside = rows - row < Rows ? static_cast<int>(rows - row) : Rows;
-    const T* source = global + (row + first) * ld + column + chunk * 8;
-#pragma unroll
-    for (int r = 0; r < Rows; r += RowStep) {
-      if (Rows % RowStep == 0 || first + r < Rows) {
-        const int valid = first + r < inside ? bytes : 0;
-        copy_16(shared + swizzled<Width>(first + r, chunk), valid > 0 ? source : global, valid);
-        source += RowStep * ld;
-      }
-    }
-  }
-
   static __device__ __forceinline__ void load_stage(T* stage, const T* a, const T* const (&b)[NumProducts],
                                                     long long tile_m, long long tile_n, long long depth, long long m,
                                                     long long n, long long k, long long lda,
                                                     const long long (&ldb)[NumProducts]) {
-    load_tile<TileM, TileK>(stage, a, tile_m * TileM, depth, m, k, lda);
+    const int thread = threadIdx.x;
+    copy_tile<TileM, TileK, NumThreads>(thread, stage, a, tile_m * TileM, depth, m, k, lda);
 #pragma unroll
     for (int p = 0; p < NumProducts; ++p) {
       T* shared = stage + TileM * TileK + p * TileN * TileK;
       if (Layout == nk) {
-        load_tile<WeightRows, WeightWidth>(shared, b[p], tile_n * TileN, depth, n, k, ldb[p]);
+        copy_tile<WeightRows, WeightWidth, NumThreads>(thread, shared, b[p], tile_n * TileN, depth, n, k, ldb[p]);
       } else {
-        load_tile<WeightRows, WeightWidth>(shared, b[p], depth, tile_n * TileN, k, n, ldb[p]);
+        copy_tile<WeightRows, WeightWidth, NumThreads>(thread, shared, b[p], depth, tile_n * TileN, k, n, ldb[p]);
       }
     }
   }

@@ -8,20 +8,6 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 
-using CachePolicy = unsigned long long;
-
-__device__ __forceinline__ CachePolicy policy_evict_first() {
-  CachePolicy policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ CachePolicy policy_evict_last() {
-  CachePolicy policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -1,0 +1,101 @@
+"""fused_decode: few rows, the weights streamed once through a ring in shared memory, tensor cores by mma.sync, one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodispatch.config import Config, ConfigSpace, Restriction
+from autodispatch.device import DeviceInfo
+from autodispatch.launch import MAX_GRID_X, LaunchConfig, ceil_div
+from autodispatch.problem import Problem
+from autodispatch.variants.base import FUSED, Executable, Unit, Variant, Work
+from autodispatch.variants.executables import FusedExecutable
+
+_TILE_K = 64
+_MAX_M = 512
+
+
+@dataclass(frozen=True)
+class FusedDecodeConfig(Config):
+    """Tunables of fused_decode: `groups_k` groups of warps share k, each with `num_stages` stages of its own."""
+
+    tile_m: int
+    tile_n: int
+    groups_k: int
+    num_stages: int
+
+    @property
+    def column_warps(self) -> int:
+        """Of one group: 16 columns each, or 8 where that does not divide the tile."""
+        return self.tile_n // (8 if self.tile_n % 16 else 16)
+
+    @property
+    def warps(self) -> int:
+        return self.column_warps * self.groups_k
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.groups_k * self.num_stages * (2 * self.tile_n + self.tile_m) * _TILE_K * 2
+        return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4)
+
+    def tiles(self, problem: Problem) -> int:
+        return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
+
+
+class FusedDecode(Variant):
+    name = "fused_decode"
+    path = FUSED
+    kind = "cuda"
+    space = ConfigSpace(
+        FusedDecodeConfig,
+        {
+            "tile_m": (8, 16, 32, 64),
+            "tile_n": (8, 16, 24, 32, 64),
+            "groups_k": (1, 2, 4, 8),
+            "num_stages": (2, 3, 4, 6),
+        },
+        (
+            Restriction(lambda c, p, d: c.tile_m < 2 * max(p.m, 5), "a tile of less than twice the rows"),
+            Restriction(
+                lambda c, p, d: c.tile_m == 64 or p.m <= c.tile_m or p.n <= c.tile_n * d.sm_count,
+                "a tile of all rows, up to 64, unless n alone makes fewer blocks than there are SMs",
+            ),
+            Restriction(lambda c, p, d: 4 <= c.warps <= 8, "4 to 8 warps"),
+            Restriction(
+                lambda c, p, d: p.layout == "nk" or c.tile_n in (16, 32, 64),
+                "a tile width that is a power of two of 16 or more for kn",
+            ),
+            Restriction(
+                lambda c, p, d: c.shared_bytes <= d.shared_bytes_per_block, "the device's shared memory per block"
+            ),
+            Restriction(lambda c, p, d: c.tiles(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
+        ),
+    )
+    requirements = (
+        Restriction(lambda c, p, d: p.dtype in ("float16", "bfloat16"), "float16 or bfloat16"),
+        Restriction(lambda c, p, d: d.compute_capability >= (8, 0), "compute capability 8.0"),
+        Restriction(lambda c, p, d: p.m <= _MAX_M, f"m of at most {_MAX_M}"),
+    )
+    sources = ("fused_decode",)
+
+    def default(self, problem: Problem, device: DeviceInfo) -> Config:
+        tile_m = next((t for t in (8, 16, 32) if problem.m <= t), 64)
+        return FusedDecodeConfig(tile_m, 32, 2, 3)
+
+    def work(self, config: FusedDecodeConfig, problem: Problem) -> Work:
+        return Work(
+            Unit.DECODE,
+            config.tiles(problem),
+            config.tile_m,
+            config.tile_n,
+            2,
+            32 * config.warps,
+            config.shared_bytes,
+            1,
+            ceil_div(ceil_div(problem.k, _TILE_K), config.groups_k),
+            (_TILE_K if problem.layout == "nk" else config.tile_n) * problem.item_bytes,
+        )
+
+    def executable(self, config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> Executable:
+        launch = LaunchConfig((config.tiles(problem), 1), 32 * config.warps, config.shared_bytes)
+        return FusedExecutable(self.spec(config, problem), launch, problem, device)

@@ -1,0 +1,166 @@
+// out = Activation(a @ b1) * (a @ b2) for few rows: the job is to stream the weights once.
+// a (m, k) with leading dimension lda; b1, b2 (k, n), stored (k, n) for kn or (n, k) for nk; out (m, n).
+// T is f16 or bf16, accumulators are fp32, rounded once at the store.
+// The weights are the left operand of mma.sync: an m16 tile is eight gate columns above the same eight up columns, so that both
+// sums of an output lie in one thread, and the rows of a are n8 tiles: no product is wasted on rows that are not there.
+// A block computes TileN columns by TileM rows. Its warps stand ColumnWarps x GroupsK: a group of warps has its own ring of
+// NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups are
+// added, in a fixed order, through shared memory.
+// Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0.
+// Shared memory: the larger of GroupsK * NumStages * (2 * TileN + TileM) * 128 and GroupsK * 2 * TileM * (TileN + 4) * 4
+// bytes, dynamic.
+#include "autodispatch/activation.cuh"
+#include "autodispatch/barrier.cuh"
+#include "autodispatch/mma.cuh"
+#include "autodispatch/tile.cuh"
+#include "autodispatch/tile_copy.cuh"
+
+template <typename T, typename Activation, WeightLayout Layout, int TileM, int TileN, int ColumnWarps, int GroupsK,
+          int NumStages, int Alignment>
+__global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
+    fused_decode(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
+                 long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
+  constexpr int TileK = 64;
+  constexpr int GroupThreads = ColumnWarps * 32;
+  constexpr int Columns = TileN / 8 / ColumnWarps;  // m16 tiles of one warp
+  constexpr int Rows = TileM / 8;                   // n8 tiles
+  constexpr int WeightRows = Layout == nk ? TileN : TileK;
+  constexpr int WeightWidth = Layout == nk ? TileK : TileN;
+  constexpr int WeightElements = TileN * TileK;
+  constexpr int StageElements = 2 * WeightElements + TileM * TileK;
+  constexpr int Pitch = TileN + 4;  // of a row of sums: the four lanes of a quad then write to different banks
+  static_assert(TileM % 8 == 0 && TileN % (8 * ColumnWarps) == 0, "tiles are multiples of 8, in columns also per warp");
+  static_assert(NumStages >= 2, "the ring needs two stages");
+
+  extern __shared__ uint4 shared[];
+  const int lane = threadIdx.x % 32;
+  const int group = threadIdx.x / GroupThreads;
+  const int thread = threadIdx.x % GroupThreads;
+  const int warp_column = thread / 32 * Columns * 8;
+  const long long tiles_m = ceil_div(m, TileM);
+  const long long row = blockIdx.x % tiles_m * TileM;  // tiles of the same columns are neighbours
+  const long long column = blockIdx.x / tiles_m * TileN;
+  T* ring = reinterpret_cast<T*>(shared) + group * NumStages * StageElements;
+  const CachePolicy stream = policy_evict_first();
+
+  const auto load = [&](int stage, int block) {
+    T* weights = ring + stage * StageElements;
+    const long long depth = static_cast<long long>(block) * TileK;
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const T* b = p == 0 ? b1 : b2;
+      const long long ldb = p == 0 ? ldb1 : ldb2;
+      T* target = weights + p * WeightElements;
+      if constexpr (Layout == nk) {
+        copy_tile<WeightRows, WeightWidth, GroupThreads, Alignment>(thread, target, b, column, depth, n, k, ldb, stream);
+      } else {
+        copy_tile<WeightRows, WeightWidth, GroupThreads, Alignment>(thread, target, b, depth, column, k, n, ldb, stream);
+      }
+    }
+    copy_tile<TileM, TileK, GroupThreads, Alignment>(thread, weights + 2 * WeightElements, a, row, depth, m, k, lda);
+  };
+
+  float sums[Columns][Rows][4];
+#pragma unroll
+  for (int j = 0; j < Columns; ++j)
+#pragma unroll
+    for (int i = 0; i < Rows; ++i)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) sums[j][i][x] = 0.0f;
+
+  // Lanes 0-7 and 16-23 name rows of the gate, the others those of the up projection; lanes 16-31 the second 8 of k.
+  const int half = lane / 8 % 2;
+  const auto multiply = [&](const T* stage) {
+    const T* weights = stage + half * WeightElements;
+    const T* rows = stage + 2 * WeightElements;
+#pragma unroll
+    for (int pair = 0; pair < TileK / 32; ++pair) {
+      unsigned b[Rows][4];  // 32 of k
+#pragma unroll
+      for (int i = 0; i < Rows; ++i) load_matrix_x4(b[i], rows + swizzled<TileK>(i * 8 + lane % 8, pair * 4 + lane / 8));
+#pragma unroll
+      for (int step = pair * 2; step < pair * 2 + 2; ++step) {
+#pragma unroll
+        for (int j = 0; j < Columns; ++j) {
+          unsigned w[4];
+          const int first = warp_column + j * 8;
+          if constexpr (Layout == nk) {
+            load_matrix_x4(w, weights + swizzled<WeightWidth>(first + lane % 8, step * 2 + lane / 16));
+          } else {
+            load_matrix_x4_transposed(w, weights + swizzled<WeightWidth>(step * 16 + lane / 16 * 8 + lane % 8, first / 8));
+          }
+#pragma unroll
+          for (int i = 0; i < Rows; ++i) mma_m16n8k16<T>(sums[j][i], w, b[i][step % 2 * 2], b[i][step % 2 * 2 + 1]);
+        }
+      }
+    }
+  };
+
+  const int blocks = static_cast<int>(ceil_div(k, TileK));
+  const int own = blocks > group ? (blocks - group + GroupsK - 1) / GroupsK : 0;
+#pragma unroll
+  for (int s = 0; s < NumStages - 1; ++s) {
+    if (s < own) load(s, group + s * GroupsK);
+    copy_commit();
+  }
+  int read = 0;
+  int write = NumStages - 1;
+#pragma unroll 1
+  for (int i = 0; i < own; ++i) {
+    copy_wait<NumStages - 2>();
+    if (ColumnWarps == 1) {
+      __syncwarp();
+    } else {
+      named_barrier_sync(1 + group, GroupThreads);
+    }
+    if (i + NumStages - 1 < own) load(write, group + (i + NumStages - 1) * GroupsK);
+    copy_commit();
+    multiply(ring + read * StageElements);
+    read = read + 1 == NumStages ? 0 : read + 1;
+    write = write + 1 == NumStages ? 0 : write + 1;
+  }
+  copy_wait<0>();
+  __syncthreads();  // all have read their stages
+
+  float* all = reinterpret_cast<float*>(shared);
+  float* gates = all + group * 2 * TileM * Pitch;
+  float* ups = gates + TileM * Pitch;
+#pragma unroll
+  for (int j = 0; j < Columns; ++j) {
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int at = (i * 8 + lane % 4 * 2 + x) * Pitch + warp_column + j * 8 + lane / 4;
+        gates[at] = sums[j][i][x];
+        ups[at] = sums[j][i][x + 2];
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TileM * TileN / 2; i += GroupThreads * GroupsK) {
+    const int r = i / (TileN / 2);
+    const int c = i % (TileN / 2) * 2;
+    if (row + r >= m) break;
+    float2 gate = {0.0f, 0.0f};
+    float2 up = {0.0f, 0.0f};
+#pragma unroll
+    for (int g = 0; g < GroupsK; ++g) {
+      const float2 x = *reinterpret_cast<const float2*>(all + (g * 2 * TileM + r) * Pitch + c);
+      const float2 y = *reinterpret_cast<const float2*>(all + (g * 2 * TileM + TileM + r) * Pitch + c);
+      gate.x += x.x;
+      gate.y += x.y;
+      up.x += y.x;
+      up.y += y.y;
+    }
+    T* target = out + (row + r) * ldout;
+    const float first = Activation::template apply<T>(gate.x) * up.x;
+    const float second = Activation::template apply<T>(gate.y) * up.y;
+    if constexpr (Alignment >= 4) {
+      store_pair(target, column + c, n, first, second);
+    } else {
+      if (column + c < n) target[column + c] = from_float<T>(first);
+      if (column + c + 1 < n) target[column + c + 1] = from_float<T>(second);
+    }
+  }
+}
