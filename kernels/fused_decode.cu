@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
   const int group = threadIdx.x / GroupThreads;
   const int thread = threadIdx.x % GroupThreads;
   const int warp_column = thread / 32 * Columns * 8;
-  const long long tiles_m = ceil_div(m, TileM);
-  const long long row = blockIdx.x % tiles_m * TileM;  // tiles of the same columns are neighbours
-  const long long column = blockIdx.x / tiles_m * TileN;
+  const unsigned tiles_m = static_cast<unsigned>(ceil_div(m, TileM));
+  const long long row = static_cast<long long>(blockIdx.x % tiles_m) * TileM;  // tiles of the same columns are neighbours
+  const long long column = static_cast<long long>(blockIdx.x / tiles_m) * TileN;
   T* ring = reinterpret_cast<T*>(shared) + group * NumStages * StageElements;
   const CachePolicy stream = policy_evict_first();
 

@@ -1,5 +1,5 @@
 // out = Activation(a @ b1) * (a @ b2) for one or a few rows on the fp32 units: nothing but streaming the weights.
-// a (m, k) with leading dimension lda; b1, b2 (k, n), stored (k, n) for kn or (n, k) for nk; out (m, n), m at most TileM.
+// a (m, k) with leading dimension lda; b1, b2 (k, n), stored (k, n) for kn or (n, k) for nk; out (m, n), m is TileM.
 // T is float, f16 or bf16; products and sums are fp32, in a fixed order, rounded once at the store.
 // nk: a warp computes one column, its lanes share k in vectors of 16 bytes, Unroll of them from each weight under way.
 // kn: a lane has the columns of one vector, LanesN lanes stand side by side, and all the block's LanesN-wide lanes share k, Unroll
@@ -21,44 +21,50 @@ template <typename T, typename Activation, WeightLayout Layout, int TileM, int W
 __global__ void __launch_bounds__(Warps * 32)
     fused_gemv(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
                long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
-  constexpr int Elements = 16 / sizeof(T);  // of a vector
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  constexpr int Elements = Vector<T>::Elements;
   if constexpr (Layout == nk) {
-    const long long column = static_cast<long long>(blockIdx.x) * Warps + warp;
+    constexpr int Step = 32 * Elements;  // of a warp in k, for one vector per lane
+    const int lane = threadIdx.x % 32;
+    const long long column = static_cast<long long>(blockIdx.x) * Warps + threadIdx.x / 32;
     if (column >= n) return;
     const T* gate_row = b1 + column * ldb1;
     const T* up_row = b2 + column * ldb2;
     float gate[TileM] = {};
     float up[TileM] = {};
+    const auto add = [&](const Vector<T>& x, const Vector<T>& g, const Vector<T>& u, int r) {
+#pragma unroll
+      for (int e = 0; e < Elements; ++e) {
+        gate[r] = fmaf(x[e], g[e], gate[r]);
+        up[r] = fmaf(x[e], u[e], up[r]);
+      }
+    };
+    long long depth = lane * Elements;
 #pragma unroll 1
-    for (long long depth = lane * Elements; depth < k; depth += Unroll * 32 * Elements) {
+    for (; depth + (Unroll - 1) * Step + Elements <= k; depth += Unroll * Step) {
       Vector<T> g[Unroll], u[Unroll];
 #pragma unroll
       for (int i = 0; i < Unroll; ++i) {
-        const long long at = depth + i * 32 * Elements;
-        g[i] = load_stream<Alignment>(gate_row + at, k - at);
-        u[i] = load_stream<Alignment>(up_row + at, k - at);
+        g[i] = load_vector<Alignment, true>(gate_row + depth + i * Step);
+        u[i] = load_vector<Alignment, true>(up_row + depth + i * Step);
       }
 #pragma unroll
       for (int i = 0; i < Unroll; ++i) {
-        const long long at = depth + i * 32 * Elements;
 #pragma unroll
-        for (int r = 0; r < TileM; ++r) {
-          const Vector<T> x = load<Alignment>(a + r * lda + at, r < m ? k - at : 0);
-#pragma unroll
-          for (int e = 0; e < Elements; ++e) {
-            gate[r] = fmaf(x[e], g[i][e], gate[r]);
-            up[r] = fmaf(x[e], u[i][e], up[r]);
-          }
-        }
+        for (int r = 0; r < TileM; ++r) add(load_vector<Alignment, false>(a + r * lda + depth + i * Step), g[i], u[i], r);
       }
+    }
+#pragma unroll 1
+    for (; depth < k; depth += Step) {
+      const Vector<T> g = load_vector<Alignment, true>(gate_row + depth, k - depth);
+      const Vector<T> u = load_vector<Alignment, true>(up_row + depth, k - depth);
+#pragma unroll
+      for (int r = 0; r < TileM; ++r) add(load_vector<Alignment, false>(a + r * lda + depth, k - depth), g, u, r);
     }
 #pragma unroll
     for (int r = 0; r < TileM; ++r) {
       const float g = sum_over_warp(gate[r]);
       const float u = sum_over_warp(up[r]);
-      if (lane == 0 && r < m) out[r * ldout + column] = from_float<T>(Activation::template apply<T>(g) * u);
+      if (lane == 0) out[r * ldout + column] = from_float<T>(Activation::template apply<T>(g) * u);
     }
   } else {
     constexpr int LanesN = 16;
@@ -71,26 +77,37 @@ __global__ void __launch_bounds__(Warps * 32)
     const long long column = first + own_n;
     float gate[TileM][Elements] = {};
     float up[TileM][Elements] = {};
-#pragma unroll 1
-    for (long long depth = own_k * Unroll; depth < k; depth += LanesK * Unroll) {
-      Vector<T> g[Unroll], u[Unroll];
+    const auto add = [&](long long depth, const Vector<T>& g, const Vector<T>& u) {
 #pragma unroll
-      for (int i = 0; i < Unroll; ++i) {
-        const long long left = depth + i < k ? n - column : 0;
-        g[i] = load_stream<Alignment>(b1 + (depth + i) * ldb1 + column, left);
-        u[i] = load_stream<Alignment>(b2 + (depth + i) * ldb2 + column, left);
-      }
+      for (int r = 0; r < TileM; ++r) {
+        const float x = to_float(a[r * lda + depth]);
 #pragma unroll
-      for (int i = 0; i < Unroll; ++i) {
-#pragma unroll
-        for (int r = 0; r < TileM; ++r) {
-          const float x = r < m && depth + i < k ? to_float(a[r * lda + depth + i]) : 0.0f;
-#pragma unroll
-          for (int e = 0; e < Elements; ++e) {
-            gate[r][e] = fmaf(x, g[i][e], gate[r][e]);
-            up[r][e] = fmaf(x, u[i][e], up[r][e]);
-          }
+        for (int e = 0; e < Elements; ++e) {
+          gate[r][e] = fmaf(x, g[e], gate[r][e]);
+          up[r][e] = fmaf(x, u[e], up[r][e]);
         }
+      }
+    };
+    long long depth = own_k * Unroll;
+    if (column + Elements <= n) {
+#pragma unroll 1
+      for (; depth + Unroll <= k; depth += LanesK * Unroll) {
+        Vector<T> g[Unroll], u[Unroll];
+#pragma unroll
+        for (int i = 0; i < Unroll; ++i) {
+          g[i] = load_vector<Alignment, true>(b1 + (depth + i) * ldb1 + column);
+          u[i] = load_vector<Alignment, true>(b2 + (depth + i) * ldb2 + column);
+        }
+#pragma unroll
+        for (int i = 0; i < Unroll; ++i) add(depth + i, g[i], u[i]);
+      }
+    }
+#pragma unroll 1
+    for (; depth < k; depth += LanesK * Unroll) {
+#pragma unroll 1
+      for (long long d = depth; d < k && d < depth + Unroll; ++d) {
+        add(d, load_vector<Alignment, true>(b1 + d * ldb1 + column, n - column),
+            load_vector<Alignment, true>(b2 + d * ldb2 + column, n - column));
       }
     }
 #pragma unroll
@@ -105,7 +122,7 @@ __global__ void __launch_bounds__(Warps * 32)
     for (int i = threadIdx.x; i < TileM * TileN; i += Warps * 32) {
       const int r = i / TileN;
       const int c = i % TileN;
-      if (r >= m || first + c >= n) continue;
+      if (first + c >= n) continue;
       float g = 0.0f;
       float u = 0.0f;
 #pragma unroll

@@ -44,13 +44,15 @@ def test_bfloat16_needs_compute_capability_8_on_tensor_cores_and_is_served_below
     assert {c.variant.name for c in REGISTRY.candidates(problem, T4)} == {"fused_simt", "split_simt"}
 
 
-def test_float32_and_misaligned_problems_go_to_the_simt_and_library_variants() -> None:
-    for problem in (Problem(64, 64, 64, "float32"), Problem(64, 63, 64, "float16", alignment=2)):
-        assert {c.variant.name for c in REGISTRY.candidates(problem, H200)} == {
-            "fused_simt",
-            "split_simt",
-            "split_cublas",
-        }
+def test_float32_and_misaligned_problems_go_to_the_variants_that_take_them() -> None:
+    for problem, more in (
+        (Problem(64, 64, 64, "float32"), set()),
+        (Problem(64, 63, 64, "float16", alignment=2), {"fused_decode"}),
+        (Problem(2, 63, 64, "float16", alignment=2), {"fused_decode", "fused_gemv"}),
+        (Problem(2, 63, 64, "float32", alignment=4), {"fused_gemv"}),
+    ):
+        served = {c.variant.name for c in REGISTRY.candidates(problem, H200)}
+        assert served == {"fused_simt", "split_simt", "split_cublas", *more}
 
 
 def test_bfloat16_intermediates_are_only_there_where_the_caller_allows_them() -> None:

@@ -29,10 +29,11 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
         (1, 1, 1),
         (3, 5, 7),
         (m, n, k),
-        (m - 1, n + 1, k + 1),
+        (max(m - 1, 1), n + 1, k + 1),
         (m + 1, n - 1, k - 1),
         (2 * m + 3, 2 * n + 9, stages * k + 33),
         (1, 511, 511),
+        (2, 511, 1031),
         (9 * m, 72, 64),
         (9 * m + 8, 72, 8),
     ]
@@ -45,12 +46,12 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 @pytest.mark.parametrize("name", CUDA_VARIANTS)
 def test_every_config_is_right_on_sizes_around_its_tile(device: DeviceInfo, name: str, layout: str, dtype: str) -> None:
-    base = Problem(64, 64, 64, dtype, layout)
+    base = Problem(1, 64, 64, dtype, layout)
     variant = VARIANTS[name]
     if variant.unmet(base, device):
-        assert dtype == "float32" and "mma" in name
+        assert dtype == "float32" and ("mma" in name or name == "fused_decode")
         return
-    some = (replace(base, m=m) for m in (64, 150, 400, 4096))
+    some = (replace(base, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, 4096))
     candidates = list({c.key: c for problem in some for c in variant.candidates(problem, device)}.values())
     assert candidates
     bench = CudaWorkbench(device)
@@ -82,25 +83,28 @@ def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them
         with pytest.raises(ValueError, match="alignment must be 4"):
             Problem(33, 65, 47, dtype, layout, alignment)
         return
-    problem = Problem(33, 65, 47, dtype, layout, alignment)
     bench = CudaWorkbench(device)
-    bench.load(problem, copies=0)
-    served = [c for v in VARIANTS.values() for c in v.candidates(problem, device)]
-    assert {"fused_simt", "split_simt", "split_cublas"} == {c.variant.name for c in served}
-    for candidate in served:
-        check = bench.check(candidate.executable(problem, device))
-        assert check.status == "ok", f"{candidate}: {check.reason}"
+    for m in (1, 2, 33):
+        problem = Problem(m, 65, 47, dtype, layout, alignment)
+        bench.load(problem, copies=0)
+        served = [c for v in VARIANTS.values() for c in v.candidates(problem, device)]
+        some = {"fused_decode"} if dtype != "float32" else set()
+        some |= {"fused_gemv"} if m <= 2 else set()
+        assert {"fused_simt", "split_simt", "split_cublas", *some} == {c.variant.name for c in served}
+        for candidate in served:
+            check = bench.check(candidate.executable(problem, device))
+            assert check.status == "ok", f"{candidate}: {check.reason}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dtype: str) -> None:
-    problem = Problem(130, 200, 520, dtype)
     bench = CudaWorkbench(device)
-    bench.load(problem, copies=0)
     for name in CUDA_VARIANTS:
+        problem = Problem(2 if name == "fused_gemv" else 130, 200, 520, dtype)
         candidate = VARIANTS[name].candidate(problem, device)
         if candidate is None:
             continue
+        bench.load(problem, copies=0)
         executable = candidate.executable(problem, device)
         results = set()
         for _ in range(20):

@@ -5,49 +5,45 @@
 
 template <typename T>
 struct alignas(16) Vector {
-  T values[16 / sizeof(T)];
+  static constexpr int Elements = 16 / sizeof(T);
+
+  T values[Elements];
 
   __device__ __forceinline__ float operator[](int i) const { return to_float(values[i]); }
 };
 
-// Loads the first `left` elements (all, if there are more) of a vector, zeros behind. `pointer` is a multiple of Alignment bytes
-// and is not touched where `left` is 0 or less. With Stream, the line does not stay in L1.
+// A vector at a multiple of Alignment bytes. With Stream, its line does not stay in L1.
 template <int Alignment, bool Stream, typename T>
-__device__ __forceinline__ Vector<T> load_vector(const T* pointer, long long left) {
-  constexpr int Elements = 16 / sizeof(T);
-  Vector<T> v = {};
-  if (Alignment == 16 && left >= Elements) {
-    uint4& words = reinterpret_cast<uint4&>(v);
-    if constexpr (Stream) {
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "l"(pointer));
-    } else {
-      words = __ldg(reinterpret_cast<const uint4*>(pointer));
-    }
-  } else if (Alignment == 8 && left >= Elements) {
-    uint2* pairs = reinterpret_cast<uint2*>(&v);
+__device__ __forceinline__ Vector<T> load_vector(const T* pointer) {
+  Vector<T> v;
+  unsigned* words = reinterpret_cast<unsigned*>(&v);
+  if constexpr (Alignment == 16 && Stream) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(pointer));
+  } else if constexpr (Alignment == 16) {
+    *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<const uint4*>(pointer));
+  } else if constexpr (Alignment == 8) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) pairs[i] = __ldg(reinterpret_cast<const uint2*>(pointer) + i);
-  } else if (Alignment == 4 && sizeof(T) == 2 && left >= Elements) {
-    unsigned* words = reinterpret_cast<unsigned*>(&v);
+    for (int i = 0; i < 2; ++i) reinterpret_cast<uint2*>(words)[i] = __ldg(reinterpret_cast<const uint2*>(pointer) + i);
+  } else if constexpr (Alignment == 4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = __ldg(reinterpret_cast<const unsigned*>(pointer) + i);
   } else {
 #pragma unroll
-    for (int i = 0; i < Elements; ++i) {
-      if (i < left) v.values[i] = pointer[i];
-    }
+    for (int i = 0; i < Vector<T>::Elements; ++i) v.values[i] = pointer[i];
   }
   return v;
 }
 
-template <int Alignment, typename T>
-__device__ __forceinline__ Vector<T> load(const T* pointer, long long left) {
-  return load_vector<Alignment, false>(pointer, left);
-}
-
-template <int Alignment, typename T>
-__device__ __forceinline__ Vector<T> load_stream(const T* pointer, long long left) {
-  return load_vector<Alignment, true>(pointer, left);
+// The first `left` elements of a vector (all, if there are more), and zeros behind; nothing else is touched.
+template <int Alignment, bool Stream, typename T>
+__device__ __forceinline__ Vector<T> load_vector(const T* pointer, long long left) {
+  if (left >= Vector<T>::Elements) return load_vector<Alignment, Stream>(pointer);
+  Vector<T> v = {};
+#pragma unroll
+  for (int i = 0; i < Vector<T>::Elements; ++i) {
+    if (i < left) v.values[i] = pointer[i];
+  }
+  return v;
 }
