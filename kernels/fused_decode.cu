@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
   const long long column = static_cast<long long>(blockIdx.x / tiles_m) * TileN;
   T* ring = reinterpret_cast<T*>(shared) + group * NumStages * StageElements;
   const CachePolicy stream = policy_evict_first();
+  const CachePolicy keep = policy_evict_last();
 
   const auto load = [&](int stage, int block) {
     T* weights = ring + stage * StageElements;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
         copy_tile<WeightRows, WeightWidth, GroupThreads, Alignment>(thread, target, b, depth, column, k, n, ldb, stream);
       }
     }
-    copy_tile<TileM, TileK, GroupThreads, Alignment>(thread, weights + 2 * WeightElements, a, row, depth, m, k, lda);
+    copy_tile<TileM, TileK, GroupThreads, Alignment>(thread, weights + 2 * WeightElements, a, row, depth, m, k, lda, keep);
   };
 
   float sums[Columns][Rows][4];

@@ -18,7 +18,7 @@ __device__ __forceinline__ float sum_over_warp(float x) {
 }
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int Warps, int Unroll, int Alignment>
-__global__ void __launch_bounds__(Warps * 32)
+__global__ void __launch_bounds__(Warps * 32, 1)
     fused_gemv(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
                long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   constexpr int Elements = Vector<T>::Elements;

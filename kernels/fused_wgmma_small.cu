@@ -1,6 +1,6 @@
 // out = Activation(a @ b1) * (a @ b2) on Hopper by TMA and wgmma, for few rows: the job is to read the weights once.
-// Maps: a (m, k), box TileM x 64; b1, b2 (n, k), box TileN x 64 (nk), or (k, n), box 64 x AtomN (kn); out (m, n), box 64 x TileN.
-// T is f16 or bf16, accumulators fp32. A block computes one tile, by one warpgroup per 64 rows; the first half of d[r] is the
+// Maps: a (m, k), box TileM x 64; b1, b2 (n, k), box TileN x 64 (nk), or (k, n), box 64 x AtomN (kn); out (m, n), box 64 (or
+// TileM, if less) x TileN. T is f16 or bf16, accumulators fp32. A block computes one tile, by one warpgroup per 64 rows; the first half of d[r] is the
 // gate and the second the up projection of the same elements. BlocksPerSm small blocks share an SM, so that one loads while
 // another starts or stores, and the bytes in flight do not depend on how evenly the tiles fill the SMs. There is no
 // producer: thread 0 refills a stage as soon as all have released it. a stays in L2, the weights are streamed.
@@ -13,12 +13,12 @@
 #include "autodispatch/wgmma_store.cuh"
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int TileN, int NumStages, int BlocksPerSm>
-__global__ void __launch_bounds__(TileM * 2, BlocksPerSm)
+__global__ void __launch_bounds__(TileM <= 64 ? 128 : TileM * 2, BlocksPerSm)
     fused_wgmma_small(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b1,
                       const __grid_constant__ TensorMap b2, const __grid_constant__ TensorMap out, long long m, long long n,
                       long long k) {
-  using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 2, TileM / 64>;
-  static_assert(Pipeline::StageBytes >= TileM * TileN * 2, "the tile must fit into one stage on its way out");
+  using Pipeline = WgmmaPipeline<T, Layout, TileM, TileN, NumStages, 2, TileM <= 64 ? 1 : TileM / 64>;
+  static_assert(NumStages * Pipeline::StageBytes >= (TileM <= 64 ? 64 : TileM) * TileN * 2, "the tile must fit into the stages");
   extern __shared__ __align__(1024) char shared[];
   Barrier* barriers = reinterpret_cast<Barrier*>(shared + NumStages * Pipeline::StageBytes);
   const Pipeline pipeline{shared, barriers, barriers + NumStages};

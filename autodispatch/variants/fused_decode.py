@@ -52,7 +52,7 @@ class FusedDecode(Variant):
             "tile_m": (8, 16, 32, 64),
             "tile_n": (8, 16, 24, 32, 64),
             "groups_k": (1, 2, 4, 8),
-            "num_stages": (2, 3, 4, 6),
+            "num_stages": (3, 4, 6),
         },
         (
             Restriction(lambda c, p, d: c.tile_m < 2 * max(p.m, 5), "a tile of less than twice the rows"),

@@ -29,13 +29,17 @@ class FusedWgmmaSmallConfig(TileConfig):
 
     @property
     def threads(self) -> int:
-        return 2 * self.tile_m
+        return 2 * max(self.tile_m, 64)
 
     def shared_bytes(self, layout: str) -> int:
         return self.num_stages * (self.stage_bytes(2, layout) + 16)
 
     def shared_limit(self, device: DeviceInfo) -> int:
         return device.shared_bytes_per_sm // self.blocks_per_sm - _RESERVED_BYTES
+
+
+def _suits(tile_m: int, m: int) -> bool:
+    return (tile_m == 8 or m > tile_m // 2) and (tile_m >= 64 or m <= tile_m)
 
 
 class FusedWgmmaSmall(Variant):
@@ -45,14 +49,15 @@ class FusedWgmmaSmall(Variant):
     space = ConfigSpace(
         FusedWgmmaSmallConfig,
         {
-            "tile_m": (64, 128),
+            "tile_m": (8, 16, 32, 64, 128),
             "tile_n": (24, 32, 40, 48, 64, 72, 80, 96, 112, 128),
             "num_stages": (2, 3, 4, 5, 6, 7, 8),
             "blocks_per_sm": (1, 2, 3, 4),
         },
         (
             Restriction(
-                lambda c, p, d: c.tile_m == 64 or c.tile_m // 2 < p.m, "more rows than half a tile, or a tile of 64 rows"
+                lambda c, p, d: _suits(c.tile_m, p.m),
+                "the smallest tile that has all rows, or one of 64 or more that is over half full",
             ),
             Restriction(
                 lambda c, p, d: 3 * loaded_columns(c.tile_n, p.layout) <= 4 * c.tile_n,

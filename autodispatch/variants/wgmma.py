@@ -106,10 +106,10 @@ def weight_map(b: Matrix, layout: str, tile_n: int) -> Any:
     return tensor_map(b.pointer, b.rows, b.columns, b.row_stride, b.dtype, _TILE_K, columns, 2 * columns)
 
 
-def out_map(out: Matrix, tile_n: int) -> Any:
-    """Blocks of 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
+def out_map(out: Matrix, tile_m: int, tile_n: int) -> Any:
+    """Blocks of at most 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
     swizzle = 128 if tile_n == 64 else 0
-    return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, 64, tile_n, swizzle)
+    return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, min(tile_m, 64), tile_n, swizzle)
 
 
 class FusedWgmmaExecutable(Executable):
@@ -133,6 +133,6 @@ class FusedWgmmaExecutable(Executable):
             activations_map(a, c.tile_m),
             weight_map(b1, self._layout, c.tile_n),
             weight_map(b2, self._layout, c.tile_n),
-            out_map(out, c.tile_n),
+            out_map(out, c.tile_m, c.tile_n),
         )
         self._kernel(self._launch, (*maps, *self._sizes), call.stream)

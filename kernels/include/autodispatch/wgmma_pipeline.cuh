@@ -5,6 +5,8 @@
 // are MN-major: they come in atoms of AtomN columns by 64 of k, one TMA box each, and the hardware transposes them. Where
 // whole atoms hold more than TileN columns, the rest belongs to a neighbouring tile (and comes out of L2); the weights then
 // do not touch, and each has a wgmma of its own, of a width rounded up to 16 columns.
+// A tile of fewer than 64 rows: wgmma reads 64 all the same, the same 8 again or what follows in the stage, and the caller
+// drops those rows of the result.
 // `full[s]` completes when a stage's bytes have arrived, `empty[s]` when the warpgroup that read it is done.
 #pragma once
 
@@ -35,7 +37,7 @@ struct RingPosition {
 template <typename T, WeightLayout Layout, int TileM, int TileN, int NumStages, int NumProducts, int NumReaders>
 struct WgmmaPipeline {
   static constexpr int TileK = 64;
-  static constexpr int RowBlocks = TileM / 64 / NumReaders;  // of one warpgroup
+  static constexpr int RowBlocks = TileM < 64 ? 1 : TileM / 64 / NumReaders;  // of one warpgroup
   static constexpr int AtomN = (TileN + 63) / 64 * 64 == (TileN + 31) / 32 * 32 ? 64 : 32;  // of MN-major weights
   static constexpr int LoadedN = Layout == nk ? TileN : (TileN + AtomN - 1) / AtomN * AtomN;
   static constexpr bool Spanning = LoadedN == TileN;  // one wgmma spans all products
@@ -45,7 +47,8 @@ struct WgmmaPipeline {
   static constexpr int StageBytes = TileM * TileK * 2 + NumProducts * WeightBytes;
 
   static_assert(sizeof(T) == 2, "wgmma here takes 16-bit elements");
-  static_assert(TileM % (64 * NumReaders) == 0 && TileM <= 256, "TileM must be a multiple of 64 rows per reader");
+  static_assert(TileM <= 256 && (TileM % (64 * NumReaders) == 0 || (NumReaders == 1 && (TileM == 8 || StageBytes >= 8192))),
+                "TileM must be a multiple of 64 rows per reader, or fewer for one reader");
   static_assert(TileN % 8 == 0, "TileN must be a multiple of 8");
   static_assert(NumStages >= 2, "the ring needs two stages");
 
@@ -109,7 +112,7 @@ struct WgmmaPipeline {
     constexpr int Stride = Layout == nk ? 1024 : AtomN * 16;
     constexpr Swizzle WeightSwizzle = Layout == nk || AtomN == 64 ? swizzle_128 : swizzle_64;
     constexpr int WeightStep = Layout == nk ? 2 : AtomN * 2;  // 16 of k, in units of 16 bytes
-    const Descriptor a0 = matrix_descriptor(stages + reader * RowBlocks * 8192, 0, 1024, swizzle_128);
+    const Descriptor a0 = matrix_descriptor(stages + reader * RowBlocks * 8192, 0, TileM == 8 ? 0 : 1024, swizzle_128);
     const Descriptor b0 = matrix_descriptor(stages + TileM * TileK * 2, Leading, Stride, WeightSwizzle);
 #pragma unroll
     for (int r = 0; r < RowBlocks; ++r) pin_registers(d[r]);
