@@ -22,11 +22,24 @@ from autodispatch.variants.base import FUSED, Candidate, Unit, Work
 LAUNCH_S = 3e-6
 _L2_BYTES_PER_CLOCK_AND_SM = 48.0
 _LINE_BYTES = 128
-_SHORT_ROWS_COST = 1.4  # of weights read in pieces shorter than a line
+_SHORT_ROWS_COST = 1.4  # of weights read in pieces shorter than a line; of half lines by a streaming kernel:
+_HALF_LINES_COST = 1.25
+_STREAM_L2_BYTES_PER_CLOCK_AND_SM = 32.0  # into the busiest SM, where the rows of a come again for every block
+_STREAM_FLOPS_PER_CLOCK = 1000.0  # of one SM
+_SHORTEST_WAVE = 0.67  # of a wave that fills the GPU
+_BLOCK_BARRIER_S = (
+    2e-6  # what the loop of the mma.sync kernels costs beside one that streams, where memory is the bound
+)
 _STEP_CYCLES = 440.0  # one turn of a main loop by mma.sync that waits for its data and a barrier
 _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
 _WGMMA_FIXED_CYCLES = 10_000.0  # measured on an H200; docs/kernels.md takes it apart
 _EXPOSED_STORE_CYCLES = 3_300.0  # of a 128 x 128 tile, measured likewise
+_WGMMA_SUSTAINED = 0.8  # of the clock, under the load of the tensor cores
+_WGMMA_STEP_CYCLES = {
+    Unit.WGMMA: 340.0,
+    Unit.WGMMA_COOPERATIVE: 340.0,
+    Unit.WGMMA_SMALL: 560.0,
+}  # at least, per 64 of k
 _BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
 
 
@@ -59,17 +72,24 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
     per_sm = ceil_div(work.blocks, device.sm_count)
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
     arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
-    reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
+    tile_bytes = (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
     active = min(work.blocks, device.sm_count)
-    l2 = reads / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
+    streams = work.unit in (Unit.DECODE, Unit.GEMV)
+    if streams:
+        l2 = per_sm * tile_bytes / (_STREAM_L2_BYTES_PER_CLOCK_AND_SM * clock)
+    else:
+        l2 = work.blocks * tile_bytes / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
     resident = min(per_sm, _blocks_per_sm(work, device))
-    in_flight = active * resident * (work.shared_bytes or 4096)
+    in_flight = active * resident * (work.shared_bytes or 4096 * (4 if streams else 1))
     memory = problem.bytes_moved / min(bandwidth, in_flight / _BYTES_LATENCY_S)
     if work.row_bytes < _LINE_BYTES:
-        memory *= _SHORT_ROWS_COST
+        memory *= _HALF_LINES_COST if streams and 2 * work.row_bytes >= _LINE_BYTES else _SHORT_ROWS_COST
+    if streams and per_sm > resident:  # a last wave of few blocks cannot draw the whole bandwidth
+        waves = work.blocks / (device.sm_count * resident)
+        memory *= (waves // 1 + max(waves % 1, _SHORTEST_WAVE)) / waves
     latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
     intermediate = _crossing(candidate, problem, device, bandwidth)
-    launches = work.launches * LAUNCH_S
+    launches = work.launches * LAUNCH_S + (_BLOCK_BARRIER_S if work.unit is Unit.TENSOR else 0.0)
     arithmetic = max(arithmetic, latency)
     total = launches + _longest(arithmetic, l2, memory) + intermediate
     return Estimate(total, launches, arithmetic, l2, memory, intermediate)
@@ -79,30 +99,29 @@ def _predict_wgmma(
     candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float
 ) -> Estimate:
     """A kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for the first
-    bytes and the last store. Where a persistent one streams the weights, SMs without a tile cost bandwidth, by the square
-    root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden. Of several small
-    blocks per SM, what counts is the SM that has most of them to feed.
+    bytes and the last store. Where a persistent one streams the weights, SMs without a tile cost bandwidth, by the
+    square root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden. Of
+    several small blocks per SM, what counts is the SM that has most of them to feed.
     """
     rounds = ceil_div(work.blocks, device.sm_count)
-    cycles = (
-        rounds * ceil_div(problem.k, 64) * work.tile_m * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
-    )
-    if work.unit is Unit.WGMMA_COOPERATIVE:
+    small = work.unit is Unit.WGMMA_SMALL
+    step = max(64, work.tile_m) * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
+    steps = ceil_div(problem.k, 64)
+    cycles = max(rounds * step, _WGMMA_STEP_CYCLES[work.unit] * (1 if small else rounds)) * steps
+    if work.unit is not Unit.WGMMA:
         cycles += rounds * _EXPOSED_STORE_CYCLES * work.tile_m * work.tile_n / 128**2
-    arithmetic = cycles / clock
-    tile_bytes = (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
-    whole_boxes = problem.layout == "nk" or work.tile_n % 64 == 0
-    l2_rate = (64.0 if whole_boxes else 48.0) * clock
+    arithmetic = cycles / (_WGMMA_SUSTAINED * clock)
+    tile_bytes = (work.tile_m + work.products * (work.loaded_n or work.tile_n)) * problem.k * problem.item_bytes
+    row_bytes = problem.item_bytes * (64 if problem.layout == "nk" else work.tile_n)  # between the boxes of neighbours
+    l2_rate = clock * (36.0 if row_bytes % 64 else 48.0 if small or row_bytes % _LINE_BYTES else 64.0)
     memory = problem.bytes_moved / bandwidth
-    fixed = _WGMMA_FIXED_CYCLES
-    if work.unit is Unit.WGMMA_SMALL:
+    if small:
         l2 = rounds * tile_bytes / l2_rate
-        fixed *= 0.8
     else:
         l2 = work.blocks * tile_bytes / (l2_rate * min(work.blocks, device.sm_count))
         memory /= (work.blocks / (rounds * device.sm_count)) ** 0.5
     intermediate = _crossing(candidate, problem, device, bandwidth)
-    launches = (work.launches - 1) * LAUNCH_S + fixed / clock
+    launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     total = launches + _longest(arithmetic, l2, memory) + intermediate
     return Estimate(total, launches, arithmetic, l2, memory, intermediate)
 
@@ -147,6 +166,10 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
         return 0.75 * (fp32 if problem.dtype == "float32" and problem.precision == "ieee" else tensor)
     if work.unit is Unit.FP32:
         return 0.35 * fp32
+    if work.unit is Unit.GEMV:
+        return 0.1 * fp32
+    if work.unit is Unit.DECODE:
+        return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists; small tiles wait for shared memory
     reach = 0.4 if (9, 0) <= cc < (12, 0) else 0.75
     elements = work.tile_m * work.tile_n * work.products

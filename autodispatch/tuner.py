@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Executable, Registry
 
 _log = logging.getLogger("autodispatch")
-_QUICK_PER_PATH = 6
+_QUICK_PER_PATH = 14
+_QUICK_PER_TILE = 3  # of those
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,14 @@ class Tuner:
             return ranked
         defaults = self._registry.defaults(problem, self._device)
         kept = set(defaults)
-        for path in {c.variant.path for c in ranked}:
-            kept |= set([c for c in ranked if c.variant.path == path][:_QUICK_PER_PATH])
+        chosen: Counter[tuple[object, ...]] = Counter()
+        for candidate in ranked:
+            path = (candidate.variant.path,)
+            tunables = vars(candidate.config)
+            tile = (candidate.variant.name, tunables.get("tile_m"), tunables.get("tile_n", candidate.config))
+            if chosen[path] < _QUICK_PER_PATH and chosen[tile] < _QUICK_PER_TILE:
+                chosen.update((path, tile))
+                kept.add(candidate)
         return [c for c in ranked if c in kept]
 
     def _screen(self, problem: Problem, candidates: Sequence[Candidate], deadline: float | None) -> list[Result]:

@@ -5,19 +5,20 @@
 // sums of an output lie in one thread, and the rows of a are n8 tiles: no product is wasted on rows that are not there.
 // A block computes TileN columns by TileM rows. Its warps stand ColumnWarps x GroupsK: a group of warps has its own ring of
 // NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups are
-// added, in a fixed order, through shared memory.
-// Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0.
+// added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k.
+// Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0, clusters 9.0.
 // Shared memory: the larger of GroupsK * NumStages * (2 * TileN + TileM) * 128 and GroupsK * 2 * TileM * (TileN + 4) * 4
 // bytes, dynamic.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/barrier.cuh"
+#include "autodispatch/cluster.cuh"
 #include "autodispatch/mma.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/tile_copy.cuh"
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int TileN, int ColumnWarps, int GroupsK,
-          int NumStages, int Alignment>
-__global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
+          int NumStages, int ClusterK, int Alignment>
+__global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
     fused_decode(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
                  long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   constexpr int TileK = 64;
@@ -38,8 +39,10 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
   const int thread = threadIdx.x % GroupThreads;
   const int warp_column = thread / 32 * Columns * 8;
   const unsigned tiles_m = static_cast<unsigned>(ceil_div(m, TileM));
-  const long long row = static_cast<long long>(blockIdx.x % tiles_m) * TileM;  // tiles of the same columns are neighbours
-  const long long column = static_cast<long long>(blockIdx.x / tiles_m) * TileN;
+  const unsigned tile = blockIdx.x / ClusterK;
+  const unsigned rank = blockIdx.x % ClusterK;
+  const long long row = static_cast<long long>(tile % tiles_m) * TileM;  // tiles of the same columns are neighbours
+  const long long column = static_cast<long long>(tile / tiles_m) * TileN;
   T* ring = reinterpret_cast<T*>(shared) + group * NumStages * StageElements;
   const CachePolicy stream = policy_evict_first();
   const CachePolicy keep = policy_evict_last();
@@ -97,11 +100,13 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
     }
   };
 
+  constexpr int Sharers = GroupsK * ClusterK;
+  const int first_block = static_cast<int>(rank) * GroupsK + group;
   const int blocks = static_cast<int>(ceil_div(k, TileK));
-  const int own = blocks > group ? (blocks - group + GroupsK - 1) / GroupsK : 0;
+  const int own = blocks > first_block ? (blocks - first_block + Sharers - 1) / Sharers : 0;
 #pragma unroll
   for (int s = 0; s < NumStages - 1; ++s) {
-    if (s < own) load(s, group + s * GroupsK);
+    if (s < own) load(s, first_block + s * Sharers);
     copy_commit();
   }
   int read = 0;
@@ -114,7 +119,7 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
     } else {
       named_barrier_sync(1 + group, GroupThreads);
     }
-    if (i + NumStages - 1 < own) load(write, group + (i + NumStages - 1) * GroupsK);
+    if (i + NumStages - 1 < own) load(write, first_block + (i + NumStages - 1) * Sharers);
     copy_commit();
     multiply(ring + read * StageElements);
     read = read + 1 == NumStages ? 0 : read + 1;
@@ -138,17 +143,18 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
       }
     }
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < TileM * TileN / 2; i += GroupThreads * GroupsK) {
+  cluster_sync<ClusterK>();
+  for (int i = rank * GroupThreads * GroupsK + threadIdx.x; i < TileM * TileN / 2; i += GroupThreads * Sharers) {
     const int r = i / (TileN / 2);
     const int c = i % (TileN / 2) * 2;
     if (row + r >= m) break;
     float2 gate = {0.0f, 0.0f};
     float2 up = {0.0f, 0.0f};
 #pragma unroll
-    for (int g = 0; g < GroupsK; ++g) {
-      const float2 x = *reinterpret_cast<const float2*>(all + (g * 2 * TileM + r) * Pitch + c);
-      const float2 y = *reinterpret_cast<const float2*>(all + (g * 2 * TileM + TileM + r) * Pitch + c);
+    for (int s = 0; s < Sharers; ++s) {
+      const float* sums_of_group = all + (s % GroupsK * 2 * TileM + r) * Pitch + c;
+      const float2 x = load_of_block<ClusterK>(sums_of_group, s / GroupsK);
+      const float2 y = load_of_block<ClusterK>(sums_of_group + TileM * Pitch, s / GroupsK);
       gate.x += x.x;
       gate.y += x.y;
       up.x += y.x;
@@ -164,4 +170,5 @@ __global__ void __launch_bounds__(ColumnWarps * GroupsK * 32, 1)
       if (column + c + 1 < n) target[column + c + 1] = from_float<T>(second);
     }
   }
+  if (ClusterK > 1) cluster_sync<ClusterK>();
 }

@@ -65,7 +65,18 @@ def test_kernel_parameters_are_pointers_and_64_bit_sizes_only(name: str) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["fused_decode", "fused_gemv", "fused_mma", "fused_simt", "fused_wgmma", "fused_wgmma_small", "split_mma", "split_simt", "split_wgmma", "activation_product"],
+    [
+        "fused_decode",
+        "fused_gemv",
+        "fused_mma",
+        "fused_simt",
+        "fused_wgmma",
+        "fused_wgmma_small",
+        "split_mma",
+        "split_simt",
+        "split_wgmma",
+        "activation_product",
+    ],
 )
 def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from autodispatch.compiler import CompiledKernel, Resources
@@ -113,7 +124,7 @@ def test_ptx_stands_in_headers_that_are_named_by_role() -> None:
     with_ptx = {
         p.stem for p in (source.include_folder() / "autodispatch").glob("*.cuh") if re.search(r"\basm\b", p.read_text())
     }
-    assert with_ptx == {"types", "copy", "mma", "barrier", "tma", "vector", "wgmma"}
+    assert with_ptx == {"types", "copy", "mma", "barrier", "cluster", "tma", "vector", "wgmma"}
 
 
 def test_kernels_need_no_header_of_a_toolkit() -> None:

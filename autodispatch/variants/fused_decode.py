@@ -1,4 +1,4 @@
-"""fused_decode: few rows, the weights streamed once through a ring in shared memory, tensor cores by mma.sync, one launch."""
+"""fused_decode: few rows, the weights streamed through rings in shared memory, tensor cores by mma.sync, one launch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _MAX_M = 512
 
 @dataclass(frozen=True)
 class FusedDecodeConfig(Config):
-    """Tunables of fused_decode: `groups_k` groups of warps share k, each with `num_stages` stages of its own."""
+    """Tunables of fused_decode: `groups_k` groups of warps of a block, and `cluster_k` blocks, share k; each group has
+    `num_stages` stages of its own."""
 
     tile_m: int
     tile_n: int
     groups_k: int
     num_stages: int
+    cluster_k: int
 
     @property
     def column_warps(self) -> int:
@@ -38,8 +40,8 @@ class FusedDecodeConfig(Config):
         ring = self.groups_k * self.num_stages * (2 * self.tile_n + self.tile_m) * _TILE_K * 2
         return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4)
 
-    def tiles(self, problem: Problem) -> int:
-        return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
+    def blocks(self, problem: Problem) -> int:
+        return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n) * self.cluster_k
 
 
 class FusedDecode(Variant):
@@ -53,6 +55,7 @@ class FusedDecode(Variant):
             "tile_n": (8, 16, 24, 32, 64),
             "groups_k": (1, 2, 4, 8),
             "num_stages": (3, 4, 6),
+            "cluster_k": (1, 2, 4),
         },
         (
             Restriction(lambda c, p, d: c.tile_m < 2 * max(p.m, 5), "a tile of less than twice the rows"),
@@ -68,7 +71,14 @@ class FusedDecode(Variant):
             Restriction(
                 lambda c, p, d: c.shared_bytes <= d.shared_bytes_per_block, "the device's shared memory per block"
             ),
-            Restriction(lambda c, p, d: c.tiles(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
+            Restriction(
+                lambda c, p, d: (
+                    c.cluster_k == 1
+                    or (p.layout == "kn" and d.compute_capability >= (9, 0) and c.blocks(p) <= d.sm_count)
+                ),
+                "clusters for kn only, on compute capability 9.0, and where all their blocks find an SM",
+            ),
+            Restriction(lambda c, p, d: c.blocks(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
         ),
     )
     requirements = (
@@ -80,22 +90,22 @@ class FusedDecode(Variant):
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
         tile_m = next((t for t in (8, 16, 32) if problem.m <= t), 64)
-        return FusedDecodeConfig(tile_m, 32, 2, 3)
+        return FusedDecodeConfig(tile_m, 32, 2, 3, 1)
 
     def work(self, config: FusedDecodeConfig, problem: Problem) -> Work:
         return Work(
             Unit.DECODE,
-            config.tiles(problem),
+            config.blocks(problem),
             config.tile_m,
             config.tile_n,
             2,
             32 * config.warps,
             config.shared_bytes,
             1,
-            ceil_div(ceil_div(problem.k, _TILE_K), config.groups_k),
+            ceil_div(ceil_div(problem.k, _TILE_K), config.groups_k * config.cluster_k) + 3 * (config.cluster_k - 1),
             (_TILE_K if problem.layout == "nk" else config.tile_n) * problem.item_bytes,
         )
 
     def executable(self, config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> Executable:
-        launch = LaunchConfig((config.tiles(problem), 1), 32 * config.warps, config.shared_bytes)
+        launch = LaunchConfig((config.blocks(problem), 1), 32 * config.warps, config.shared_bytes)
         return FusedExecutable(self.spec(config, problem), launch, problem, device)

@@ -23,8 +23,8 @@ _MAX_M_FOR_HINTS = 1024
 @dataclass(frozen=True)
 class FusedWgmmaConfig(WgmmaConfig):
     """Tunables of fused_wgmma; `l2_hints` 1 keeps a in L2 and streams the weights; `cooperative` 1 shares each tile
-    between the two warpgroups instead of giving them whole tiles by turns; 2 does so where no block has more than one tile,
-    whose store then needs no shared memory of its own."""
+    between the two warpgroups instead of giving them whole tiles by turns; 2 does so where no block has more than one
+    tile, whose store then needs no shared memory of its own."""
 
     l2_hints: int
     cooperative: int

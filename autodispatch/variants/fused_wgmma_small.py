@@ -10,6 +10,7 @@ from autodispatch.launch import MAX_GRID_X, LaunchConfig
 from autodispatch.problem import Problem
 from autodispatch.variants.base import FUSED, Executable, Unit, Variant, Work
 from autodispatch.variants.wgmma import (
+    MAX_STAGES,
     REQUIREMENTS,
     FusedWgmmaExecutable,
     TileConfig,
@@ -51,7 +52,7 @@ class FusedWgmmaSmall(Variant):
         {
             "tile_m": (8, 16, 32, 64, 128),
             "tile_n": (24, 32, 40, 48, 64, 72, 80, 96, 112, 128),
-            "num_stages": (2, 3, 4, 5, 6, 7, 8),
+            "num_stages": (3, 4, 5, 6, 7, 8),
             "blocks_per_sm": (1, 2, 3, 4),
         },
         (
@@ -60,8 +61,7 @@ class FusedWgmmaSmall(Variant):
                 "the smallest tile that has all rows, or one of 64 or more that is over half full",
             ),
             Restriction(
-                lambda c, p, d: 3 * loaded_columns(c.tile_n, p.layout) <= 4 * c.tile_n,
-                "a tile width that wastes little of its boxes for kn",
+                lambda c, p, d: loaded_columns(c.tile_n, p.layout) == c.tile_n, "a tile of whole boxes of columns"
             ),
             most_stages(FusedWgmmaSmallConfig.shared_bytes, 2, FusedWgmmaSmallConfig.shared_limit),
             Restriction(
@@ -76,14 +76,17 @@ class FusedWgmmaSmall(Variant):
     sources = ("fused_wgmma_small",)
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
-        """32 columns by 64 rows, three blocks per SM: small enough to fill any GPU."""
-        return FusedWgmmaSmallConfig(64, 32, 4, 3)
+        """32 columns by up to 64 rows, three blocks per SM: small enough to fill any GPU."""
+        tile_m = next((t for t in (8, 16, 32) if problem.m <= t), 64)
+        for stages in range(MAX_STAGES, 2, -1):
+            config = FusedWgmmaSmallConfig(tile_m, 32, stages, 3)
+            if config.shared_bytes(problem.layout) <= config.shared_limit(device):
+                break
+        return config
 
     def work(self, config: FusedWgmmaSmallConfig, problem: Problem) -> Work:
         shared = config.shared_bytes(problem.layout)
-        return Work(
-            Unit.WGMMA_SMALL, config.tiles(problem), config.tile_m, config.tile_n, 2, config.threads, shared, 1
-        )
+        return Work(Unit.WGMMA_SMALL, config.tiles(problem), config.tile_m, config.tile_n, 2, config.threads, shared, 1)
 
     def executable(self, config: FusedWgmmaSmallConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((config.tiles(problem), 1), config.threads, config.shared_bytes(problem.layout))

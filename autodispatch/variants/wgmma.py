@@ -44,7 +44,10 @@ class WgmmaConfig(TileConfig):
         """The products of a kernel whose tiles hold `products` of them."""
         blocks = 2 // products * self.tiles(problem)
         unit = Unit.WGMMA if overlapped else Unit.WGMMA_COOPERATIVE
-        return Work(unit, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products)
+        loaded = loaded_columns(self.tile_n, problem.layout)
+        return Work(
+            unit, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products, loaded_n=loaded
+        )
 
 
 REQUIREMENTS = (
@@ -57,8 +60,10 @@ REQUIREMENTS = (
 )
 
 
-def most_stages(shared_bytes: Callable[[Any, str], int], products: int, limit: Callable[[Any, DeviceInfo], int]) -> Restriction:
-    """As many stages as fit, where a config takes `shared_bytes(config, layout)` of at most `limit(config, device)` bytes."""
+def most_stages(
+    shared_bytes: Callable[[Any, str], int], products: int, limit: Callable[[Any, DeviceInfo], int]
+) -> Restriction:
+    """As many stages as fit: a config takes `shared_bytes(config, layout)` of at most `limit(config, device)` bytes."""
 
     def fits(config: Any, problem: Problem, device: DeviceInfo) -> bool:
         most = limit(config, device)
@@ -70,11 +75,13 @@ def most_stages(shared_bytes: Callable[[Any, str], int], products: int, limit: C
 
 
 def restrictions(shared_bytes: Callable[[Any, str], int], products: int) -> tuple[Restriction, ...]:
-    """Those of a persistent kernel that needs `shared_bytes(config, layout)` bytes and holds `products` products in a tile."""
+    """Those of a persistent kernel that needs `shared_bytes(config, layout)` bytes, `products` products in a tile."""
     return (
         most_stages(shared_bytes, products, lambda c, d: d.shared_bytes_per_block),
         Restriction(
-            lambda c, p, d: c.tile_m // 64 * c.tile_n * products // 2 // (2 if getattr(c, "cooperative", 0) else 1) <= 192,
+            lambda c, p, d: (
+                c.tile_m // 64 * c.tile_n * products // 2 // (2 if getattr(c, "cooperative", 0) else 1) <= 192
+            ),
             "at most 192 accumulators per thread",
         ),
         Restriction(

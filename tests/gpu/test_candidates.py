@@ -99,9 +99,11 @@ def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dtype: str) -> None:
     bench = CudaWorkbench(device)
-    for name in CUDA_VARIANTS:
-        problem = Problem(2 if name == "fused_gemv" else 130, 200, 520, dtype)
-        candidate = VARIANTS[name].candidate(problem, device)
+    several = [(n, Problem(2 if n == "fused_gemv" else 130, 200, 520, dtype)) for n in CUDA_VARIANTS]
+    candidates = [(problem, VARIANTS[name].candidate(problem, device)) for name, problem in several]
+    shared_k = Problem(16, 64, 520, dtype)  # by warps, and by the blocks of a cluster
+    candidates += [(shared_k, c) for c in list(VARIANTS["fused_decode"].candidates(shared_k, device))[::10]]
+    for problem, candidate in candidates:
         if candidate is None:
             continue
         bench.load(problem, copies=0)
@@ -110,7 +112,7 @@ def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dty
         for _ in range(20):
             assert bench.check(executable).status == "ok"
             results.add(bench.result().tobytes())
-        assert len(results) == 1, name
+        assert len(results) == 1, candidate
 
 
 def test_fast_math_keeps_its_own_tolerance_and_is_refused_unasked(device: DeviceInfo) -> None:
