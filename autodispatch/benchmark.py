@@ -23,11 +23,11 @@ from autodispatch.variants.base import Call, Executable
 
 HEAT_UP_S = 0.2
 PAUSE_S = 1.0
-WARM_UP_S = 0.05  # rests included, as below
+WARM_UP_S = 0.03  # rests included, as below
 UNIT_S = 0.001
-SAMPLING_S = 0.06
+SAMPLING_S = 0.04
 MIN_SAMPLES, MAX_SAMPLES = 10, 200
-GIVE_UP = 3.0  # times the best so far
+GIVE_UP = 1.5  # times the best so far
 MAX_REST_S = 0.02
 FINAL_ROUNDS = 30
 MAX_FINALISTS = 8
@@ -292,7 +292,7 @@ def workbench(device: DeviceInfo) -> Workbench:
 
 
 def screen(trial: Trial, best_us: float | None) -> Timing:
-    """Warms a candidate up and samples it; one that is over 3 times slower than the best so far is left after a few."""
+    """Warms a candidate up and samples it; one that takes GIVE_UP times the best so far is left after a few."""
     first = tuple(trial() for _ in range(2))
     estimate = min(first)
     if best_us is not None and estimate > GIVE_UP * best_us:

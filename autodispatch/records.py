@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 
-PROTOCOL_VERSION = 2  # 2: a rest after each timed unit
+PROTOCOL_VERSION = 3  # 2: a rest after each timed unit; 3: shorter screening of more candidates
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
 Status = Literal[
     "ok",

@@ -19,6 +19,16 @@ from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="try every N-th config only, under a slow tool such as memcheck",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AUTODISPATCH_DB_PATH", "AUTODISPATCH_MODE", "AUTODISPATCH_EFFORT", "AUTODISPATCH_RECORD_MISSES"):

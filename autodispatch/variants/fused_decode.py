@@ -74,9 +74,14 @@ class FusedDecode(Variant):
             Restriction(
                 lambda c, p, d: (
                     c.cluster_k == 1
-                    or (p.layout == "kn" and d.compute_capability >= (9, 0) and c.blocks(p) <= d.sm_count)
+                    or (
+                        p.layout == "kn"
+                        and c.warps == 8
+                        and d.compute_capability >= (9, 0)
+                        and c.blocks(p) <= d.sm_count
+                    )
                 ),
-                "clusters for kn only, on compute capability 9.0, and where all their blocks find an SM",
+                "clusters of blocks of 8 warps, for kn, on compute capability 9.0, where all find an SM",
             ),
             Restriction(lambda c, p, d: c.blocks(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
         ),
