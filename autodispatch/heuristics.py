@@ -20,27 +20,37 @@ from autodispatch.problem import Problem
 from autodispatch.variants.base import FUSED, Candidate, Unit, Work
 
 LAUNCH_S = 3e-6
-_L2_BYTES_PER_CLOCK_AND_SM = 48.0
 _LINE_BYTES = 128
-_SHORT_ROWS_COST = 1.4  # of weights read in pieces shorter than a line; of half lines by a streaming kernel:
-_HALF_LINES_COST = 1.25
+_BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
+_SHORT_ROWS_COST = 1.4  # of weights read in pieces shorter than a line
+_STEP_CYCLES = 440.0  # one turn of a main loop by mma.sync that waits for its data
+
+# kernels whose blocks walk k together, behind a barrier per step
+_L2_BYTES_PER_CLOCK_AND_SM = 48.0
+_BLOCK_BARRIER_S = 3.5e-6  # what they lose to a kernel that streams, where memory is the bound
+
+# kernels that stream the weights
 _STREAM_L2_BYTES_PER_CLOCK_AND_SM = 32.0  # into the busiest SM, where the rows of a come again for every block
-_STREAM_FLOPS_PER_CLOCK = 1000.0  # of one SM
+_STREAM_FLOPS_PER_CLOCK = 450.0  # of one SM
+_STREAM_LATENCY_S = 1.2e-6
+_STREAM_LATENCY_SHARE = 0.25  # of its steps' latency that the other groups of warps do not hide
+_HALF_LINES_COST, _QUARTER_LINES_COST = 1.25, 2.0
 _SHORTEST_WAVE = 0.67  # of a wave that fills the GPU
-_BLOCK_BARRIER_S = (
-    2e-6  # what the loop of the mma.sync kernels costs beside one that streams, where memory is the bound
-)
-_STEP_CYCLES = 440.0  # one turn of a main loop by mma.sync that waits for its data and a barrier
+_GEMV_IN_FLIGHT_BYTES = 16 << 10  # of one block, in registers
+
+# kernels by wgmma
 _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
 _WGMMA_FIXED_CYCLES = 10_000.0  # measured on an H200; docs/kernels.md takes it apart
 _EXPOSED_STORE_CYCLES = 3_300.0  # of a 128 x 128 tile, measured likewise
-_WGMMA_SUSTAINED = 0.8  # of the clock, under the load of the tensor cores
-_WGMMA_STEP_CYCLES = {
-    Unit.WGMMA: 340.0,
-    Unit.WGMMA_COOPERATIVE: 340.0,
-    Unit.WGMMA_SMALL: 560.0,
-}  # at least, per 64 of k
-_BYTES_LATENCY_S = 0.9e-6  # a request to global memory under load; with the bytes in flight it bounds small grids
+_SUSTAINED_CLOCK = 0.93  # under the load of the tensor cores, and less where small tiles move more bytes:
+_BYTES_POWER_COST, _HALF_BOX_COST = (
+    12.0,
+    2.5,
+)  # times 1 / rows + 1 / columns of the tile; columns in boxes under 128 bytes
+_BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by the alignment of the weights' boxes
+_PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
+_FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
+_ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
 @dataclass(frozen=True)
@@ -69,30 +79,46 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
     bandwidth = 0.88 * device.bandwidth or 5e11
     if work.unit in (Unit.WGMMA, Unit.WGMMA_COOPERATIVE, Unit.WGMMA_SMALL):
         return _predict_wgmma(candidate, work, problem, device, clock, bandwidth)
+    if work.unit in (Unit.DECODE, Unit.GEMV):
+        return _predict_stream(work, problem, device, clock, bandwidth)
     per_sm = ceil_div(work.blocks, device.sm_count)
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
     arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
-    tile_bytes = (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
+    reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
     active = min(work.blocks, device.sm_count)
-    streams = work.unit in (Unit.DECODE, Unit.GEMV)
-    if streams:
-        l2 = per_sm * tile_bytes / (_STREAM_L2_BYTES_PER_CLOCK_AND_SM * clock)
-    else:
-        l2 = work.blocks * tile_bytes / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
+    l2 = reads / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
     resident = min(per_sm, _blocks_per_sm(work, device))
-    in_flight = active * resident * (work.shared_bytes or 4096 * (4 if streams else 1))
+    in_flight = active * resident * (work.shared_bytes or 4096)
     memory = problem.bytes_moved / min(bandwidth, in_flight / _BYTES_LATENCY_S)
     if work.row_bytes < _LINE_BYTES:
-        memory *= _HALF_LINES_COST if streams and 2 * work.row_bytes >= _LINE_BYTES else _SHORT_ROWS_COST
-    if streams and per_sm > resident:  # a last wave of few blocks cannot draw the whole bandwidth
-        waves = work.blocks / (device.sm_count * resident)
-        memory *= (waves // 1 + max(waves % 1, _SHORTEST_WAVE)) / waves
+        memory *= _SHORT_ROWS_COST
     latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
     intermediate = _crossing(candidate, problem, device, bandwidth)
     launches = work.launches * LAUNCH_S + (_BLOCK_BARRIER_S if work.unit is Unit.TENSOR else 0.0)
-    arithmetic = max(arithmetic, latency)
-    total = launches + _longest(arithmetic, l2, memory) + intermediate
-    return Estimate(total, launches, arithmetic, l2, memory, intermediate)
+    return _estimate(launches, max(arithmetic, latency), l2, memory, intermediate)
+
+
+def _predict_stream(work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float) -> Estimate:
+    """A kernel that streams the weights: by memory, unless its blocks are too few, too narrow or in an odd number of
+    waves, or the SM that has most of them cannot be fed or does not keep up."""
+    per_sm = ceil_div(work.blocks, device.sm_count)
+    resident = min(per_sm, _blocks_per_sm(work, device))
+    k = problem.k / work.sharers
+    tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * k
+    arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
+    tile_bytes = (work.tile_m + work.products * work.tile_n) * k * problem.item_bytes
+    l2 = per_sm * tile_bytes / (_STREAM_L2_BYTES_PER_CLOCK_AND_SM * clock)
+    ring = work.shared_bytes * (1 - 1 / work.stages) if work.stages else _GEMV_IN_FLIGHT_BYTES
+    in_flight = min(work.blocks, device.sm_count) * resident * ring
+    memory = problem.bytes_moved / min(bandwidth, in_flight / _STREAM_LATENCY_S)
+    if work.row_bytes < _LINE_BYTES:
+        cost = _HALF_LINES_COST if 2 * work.row_bytes >= _LINE_BYTES else _QUARTER_LINES_COST
+        memory, l2 = memory * cost, l2 * cost
+    if per_sm > resident:  # a last wave of few blocks cannot draw the whole bandwidth
+        waves = work.blocks / (device.sm_count * resident)
+        memory *= (waves // 1 + max(waves % 1, _SHORTEST_WAVE)) / waves
+    latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
+    return _estimate(LAUNCH_S, arithmetic + _STREAM_LATENCY_SHARE * latency, l2, memory)
 
 
 def _predict_wgmma(
@@ -106,22 +132,31 @@ def _predict_wgmma(
     rounds = ceil_div(work.blocks, device.sm_count)
     small = work.unit is Unit.WGMMA_SMALL
     step = max(64, work.tile_m) * work.products * work.tile_n * 64 / _WGMMA_PRODUCTS_PER_CLOCK
-    steps = ceil_div(problem.k, 64)
-    cycles = max(rounds * step, _WGMMA_STEP_CYCLES[work.unit] * (1 if small else rounds)) * steps
+    shortest = _SMALL_STEP_CYCLES if small else rounds * _PERSISTENT_STEP_CYCLES
+    cycles = max(rounds * step, shortest) * ceil_div(problem.k, 64)
     if work.unit is not Unit.WGMMA:
         cycles += rounds * _EXPOSED_STORE_CYCLES * work.tile_m * work.tile_n / 128**2
-    arithmetic = cycles / (_WGMMA_SUSTAINED * clock)
-    tile_bytes = (work.tile_m + work.products * (work.loaded_n or work.tile_n)) * problem.k * problem.item_bytes
+    if not small and work.stages < 4:
+        cycles *= _FEW_STAGES_COST
     row_bytes = problem.item_bytes * (64 if problem.layout == "nk" else work.tile_n)  # between the boxes of neighbours
-    l2_rate = clock * (36.0 if row_bytes % 64 else 48.0 if small or row_bytes % _LINE_BYTES else 64.0)
-    memory = problem.bytes_moved / bandwidth
+    aligned = next(x for x in (_LINE_BYTES, 64, 32, 1) if row_bytes % x == 0)
+    columns = work.products * work.tile_n / (1.0 if aligned == _LINE_BYTES else _HALF_BOX_COST)
+    cycles *= 1.0 + _BYTES_POWER_COST * (1.0 / max(64, work.tile_m) + 1.0 / columns)
+    arithmetic = cycles / (_SUSTAINED_CLOCK * clock)
+    tile_bytes = (work.tile_m + work.products * (work.loaded_n or work.tile_n)) * problem.k * problem.item_bytes
+    l2_rate = clock * min(_BOX_BYTES_PER_CLOCK[aligned], 48.0 if small else 64.0)
+    memory = problem.bytes_moved / bandwidth * (_FEW_SMALL_STAGES_COST if small and work.stages < 4 else 1.0)
+    launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     if small:
         l2 = rounds * tile_bytes / l2_rate
+        launches += _ONE_WAVE_S if rounds == 1 else 0.0
     else:
         l2 = work.blocks * tile_bytes / (l2_rate * min(work.blocks, device.sm_count))
         memory /= (work.blocks / (rounds * device.sm_count)) ** 0.5
-    intermediate = _crossing(candidate, problem, device, bandwidth)
-    launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
+    return _estimate(launches, arithmetic, l2, memory, _crossing(candidate, problem, device, bandwidth))
+
+
+def _estimate(launches: float, arithmetic: float, l2: float, memory: float, intermediate: float = 0.0) -> Estimate:
     total = launches + _longest(arithmetic, l2, memory) + intermediate
     return Estimate(total, launches, arithmetic, l2, memory, intermediate)
 

@@ -48,7 +48,8 @@ class Work(NamedTuple):
     """How a candidate cuts the products: `blocks` of tile_m x tile_n outputs, each for `products` of the two.
 
     A block goes through k in `steps`, and reads the weights in contiguous pieces of `row_bytes`; 0 steps and a whole
-    line where nothing is known. `loaded_n` are the columns it reads, where these are more than tile_n.
+    line where nothing is known. `loaded_n` are the columns it reads, where these are more than tile_n; `stages` are
+    those of its ring, and `sharers` the blocks that share a tile's k.
     """
 
     unit: Unit
@@ -62,6 +63,8 @@ class Work(NamedTuple):
     steps: int = 0
     row_bytes: int = 128
     loaded_n: int = 0
+    stages: int = 0
+    sharers: int = 1
 
 
 class Executable(ABC):

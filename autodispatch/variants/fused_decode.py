@@ -109,6 +109,8 @@ class FusedDecode(Variant):
             1,
             ceil_div(ceil_div(problem.k, _TILE_K), config.groups_k * config.cluster_k) + 3 * (config.cluster_k - 1),
             (_TILE_K if problem.layout == "nk" else config.tile_n) * problem.item_bytes,
+            stages=config.num_stages,
+            sharers=config.cluster_k,
         )
 
     def executable(self, config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> Executable:

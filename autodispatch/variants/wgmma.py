@@ -44,9 +44,17 @@ class WgmmaConfig(TileConfig):
         """The products of a kernel whose tiles hold `products` of them."""
         blocks = 2 // products * self.tiles(problem)
         unit = Unit.WGMMA if overlapped else Unit.WGMMA_COOPERATIVE
-        loaded = loaded_columns(self.tile_n, problem.layout)
         return Work(
-            unit, blocks, self.tile_m, self.tile_n, products, THREADS, shared_bytes, 3 - products, loaded_n=loaded
+            unit,
+            blocks,
+            self.tile_m,
+            self.tile_n,
+            products,
+            THREADS,
+            shared_bytes,
+            3 - products,
+            loaded_n=loaded_columns(self.tile_n, problem.layout),
+            stages=self.num_stages,
         )
 
 

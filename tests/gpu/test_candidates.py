@@ -91,7 +91,7 @@ def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them
         some = {"fused_decode"} if dtype != "float32" else set()
         some |= {"fused_gemv"} if m <= 2 else set()
         assert {"fused_simt", "split_simt", "split_cublas", *some} == {c.variant.name for c in served}
-        for candidate in served:
+        for candidate in {*served[::8], *{c.variant.name: c for c in served}.values()}:
             check = bench.check(candidate.executable(problem, device))
             assert check.status == "ok", f"{candidate}: {check.reason}"
 
