@@ -27,6 +27,7 @@ _NAMES = {
     "Registry": "variants",
     "Variant": "variants",
     "Tuner": "tuner",
+    "tune": "tuner",
     "TuningStore": "store",
     "AutodispatchError": "errors",
     "CompileError": "errors",

@@ -7,7 +7,8 @@ import logging
 import shlex
 import sys
 import time
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,20 +18,41 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from autodispatch import exchange, report, shapes
-from autodispatch.benchmark import Workbench, workbench
+from autodispatch import exchange, report
+from autodispatch.benchmark import workbench
 from autodispatch.compiler import nvrtc_file
-from autodispatch.device import DeviceInfo, cpu_device, cuda_device, default_device, environment
+from autodispatch.device import environment
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, VerificationError
+from autodispatch.layers import Layers
+from autodispatch.options import (
+    Alignment,
+    Database,
+    Device,
+    Dtypes,
+    Effort,
+    HfConfig,
+    Json,
+    K,
+    Layouts,
+    Math,
+    Ms,
+    N,
+    Precision,
+    Shapes,
+    device_of,
+    problems_of,
+    settings_of,
+)
 from autodispatch.problem import Problem
 from autodispatch.progress import progress_bar
 from autodispatch.records import MeasurementRecord
 from autodispatch.reference import array_module, compare, decode, make_inputs, reference
-from autodispatch.settings import Settings
+from autodispatch.runner import LocalRunner, Runner
 from autodispatch.store import TuningStore
-from autodispatch.tuner import Tuner
+from autodispatch.tuner import Tuner, missed_problems
 from autodispatch.variants import Registry
+from autodispatch.worker import runner_for
 
 app = typer.Typer(
     name="autodispatch",
@@ -42,35 +64,18 @@ app = typer.Typer(
 console = Console(width=None if sys.stdout.isatty() else 200)  # a file or pipe gets whole lines
 messages = Console(stderr=True)
 
-Shapes = Annotated[list[str] | None, typer.Argument(metavar="M,N,K...", help="Shapes: out is M x N, a is M x K.")]
-Ms = Annotated[str | None, typer.Option("--m", help="Values of M, as 1,16,128; with --n and --k or --hf-config.")]
-N = Annotated[int | None, typer.Option("--n", min=1, help="N for the values of --m.")]
-K = Annotated[int | None, typer.Option("--k", min=1, help="K for the values of --m.")]
-HfConfig = Annotated[Path | None, typer.Option("--hf-config", help="A Hugging Face config.json to read N and K from.")]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated.")]
-Layouts = Annotated[list[str] | None, typer.Option("--layout", help="kn or nk; may be repeated.")]
-Math = Annotated[str, typer.Option("--math", help="exact, or fast to allow bfloat16 intermediates.")]
-Precision = Annotated[str, typer.Option("--precision", help="ieee, or tf32 to allow it for float32.")]
-Alignment = Annotated[
-    int | None, typer.Option("--alignment", help="Bytes that divide pointers and rows; default that of packed arrays.")
-]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda:INDEX.")]
-Database = Annotated[Path | None, typer.Option("--database", help="The tuning database; default $AUTODISPATCH_DB.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Effort = Annotated[str, typer.Option("--effort", help="quick tries likely winners, full every legal candidate.")]
-
 
 @app.command()
 def demo(device: Device = "auto", database: Database = None) -> None:
     """Tunes a few shapes, dispatches them, checks the results and shows what was picked, and why."""
-    chosen, settings = _device(device), _settings(database)
+    chosen, settings = device_of(device), settings_of(database)
     if chosen.kind == "cuda":
         problems = [Problem(m, 8960, 1536, "bfloat16") for m in (16, 256, 2048)]
     else:
         problems = [Problem(m, 2048, 512, "float32") for m in (1, 64, 512)]
     console.print(f"Device: {chosen.name} ({chosen.key})")
     store = TuningStore(settings.database)  # an error here, rather than results that are lost
-    if _tune(store, workbench(chosen), problems, "quick", None, quiet=False):
+    if _tune(store, runner_for(chosen), problems, "quick", None, quiet=False):
         raise typer.Exit(1)
     store.close()
     dispatcher = Dispatcher(settings)
@@ -93,7 +98,7 @@ def demo(device: Device = "auto", database: Database = None) -> None:
 @app.command()
 def info(device: Device = "auto", as_json: Json = False) -> None:
     """The device, what tuning records must match, the versions in use, and which variants can be built."""
-    chosen = _device(device)
+    chosen = device_of(device)
     versions = environment(chosen)
     if chosen.kind == "cuda":
         versions["nvrtc_file"] = nvrtc_file()
@@ -136,17 +141,38 @@ def tune(
     budget: Annotated[
         float | None, typer.Option(min=0, help="Seconds per problem after which no candidate is begun.")
     ] = None,
+    misses: Annotated[bool, typer.Option("--misses", help="Tune what calls asked for and did not find.")] = False,
     device: Device = "auto",
     database: Database = None,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Try candidates in a process of their own, or in this one.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried, and measure nothing.")] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")] = False,
 ) -> None:
     """Measures the candidates for each shape and stores what is fastest. What is finished survives an interruption."""
     if effort not in ("quick", "full"):
         raise typer.BadParameter(f"must be quick or full (got {effort!r})", param_hint="--effort")
-    chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
-    store = TuningStore(_settings(database).database)  # an error here, rather than results that are lost
-    failed = _tune(store, workbench(chosen), problems, effort, budget, quiet=quiet)
+    chosen = device_of(device)
+    store = TuningStore(settings_of(database).database)  # an error here, rather than results that are lost
+    if misses:
+        problems = missed_problems(store, chosen)
+    else:
+        problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    if dry_run:
+        subject = Tuner(store, runner_for(chosen, isolate))
+        plans = [report.plan(p, subject.shortlist(p, effort), Registry(), chosen) for p in problems]
+        if as_json:
+            console.print_json(json.dumps(plans))
+        for plan in [] if as_json else plans:
+            console.print(report.plan_table(plan))
+        return
+    failed = _tune(store, runner_for(chosen, isolate), problems, effort, budget, quiet=quiet or as_json)
+    if as_json:
+        rows = report.decisions(Layers([("user", store)]), Registry(), chosen.key)
+        tuned = {str(p) for p in problems}
+        console.print_json(json.dumps([row for row in rows if row["problem"] in tuned]))
     store.close()
     if failed:
         raise typer.Exit(1)
@@ -160,7 +186,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """What was decided, in every database that a call would consult."""
-    layers = Dispatcher(_settings(database)).layers
+    layers = Dispatcher(settings_of(database)).layers
     if every:
         records: list[MeasurementRecord] = layers.user.measurements(device)
         if as_json:
@@ -196,9 +222,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """What a call of each shape would run, where the choice comes from, and why. Measures nothing."""
-    chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
-    dispatcher = Dispatcher(_settings(database))
+    chosen = device_of(device)
+    problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    dispatcher = Dispatcher(settings_of(database))
     found = [dispatcher.explain_problem(p, chosen) for p in problems]
     if as_json:
         console.print_json(json.dumps([report.explanation_json(e) for e in found]))
@@ -226,12 +252,12 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Times the likely candidates, or all, and the library in one interleaved run. Stores nothing."""
-    chosen = _device(device)
-    problems = _problems(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    chosen = device_of(device)
+    problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     registry = Registry()
-    tuner = Tuner(TuningStore(), workbench(chosen), registry)
+    tuner = Tuner(TuningStore(), LocalRunner(workbench(chosen)), registry)
     found: list[dict[str, Any]] = []
     for problem in problems:
         library = registry.library(problem, chosen)
@@ -283,7 +309,7 @@ def import_(
     database: Database = None,
 ) -> None:
     """Merges a file into the user's database and says what was added, kept and rejected."""
-    store = TuningStore(_settings(database).database)
+    store = TuningStore(settings_of(database).database)
     outcome = exchange.import_file(store, path, replace_decisions=replace_decisions)
     added = ", ".join(f"{count} {table}" for table, count in outcome.added.items() if count) or "nothing"
     console.print(f"added: {added}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False)
@@ -292,12 +318,12 @@ def import_(
 
 
 def _tune(
-    store: TuningStore, bench: Workbench, problems: list[Problem], effort: str, budget: float | None, *, quiet: bool
+    store: TuningStore, runner: Runner, problems: list[Problem], effort: str, budget: float | None, *, quiet: bool
 ) -> int:
     """Tunes the problems with a progress bar; returns how many failed, each with a message."""
     failed = 0
-    with progress_bar(messages, quiet) as listener:
-        tuner = Tuner(store, bench, command=_command(), listener=listener)
+    with closing(runner), progress_bar(messages, quiet) as listener:
+        tuner = Tuner(store, runner, command=_command(), listener=listener)
         for number, problem in enumerate(problems, start=1):
             start = time.monotonic()
             try:
@@ -323,56 +349,8 @@ def _tune(
     return failed
 
 
-def _problems(
-    device: DeviceInfo,
-    shape: list[str] | None,
-    ms: str | None,
-    n: int | None,
-    k: int | None,
-    hf_config: Path | None,
-    dtypes: list[str] | None,
-    layouts: list[str] | None,
-    math: str,
-    precision: str,
-    alignment: int | None,
-) -> list[Problem]:
-    """The problems that the options name. Raises BadParameter."""
-    try:
-        found = [shapes.parse_shape(s) for s in shape or []]
-        if hf_config is not None:
-            n, k = shapes.from_hf_config(hf_config)
-        if ms is not None or hf_config is not None:
-            if n is None or k is None:
-                raise ValueError("--m must come with --n and --k, or with --hf-config")
-            found += [(m, n, k) for m in (shapes.parse_sizes(ms) if ms else shapes.LADDER)]
-        if not found:
-            raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config")
-        default = "float32" if device.kind == "cpu" else "bfloat16"
-        return shapes.problems(found, dtypes or [default], layouts or ["kn"], math, precision, alignment)
-    except ValueError as cause:
-        raise typer.BadParameter(str(cause)) from cause
-
-
-def _device(name: str) -> DeviceInfo:
-    if name == "auto":
-        return default_device()
-    if name == "cpu":
-        return cpu_device()
-    if name.startswith("cuda:") and name[5:].isdigit():
-        return cuda_device(int(name[5:]))
-    raise typer.BadParameter(f"must be auto, cpu or cuda:INDEX (got {name!r})", param_hint="--device")
-
-
-def _settings(database: Path | None) -> Settings:
-    try:
-        settings = Settings.from_environment()
-    except ValueError as cause:
-        raise typer.BadParameter(str(cause)) from cause
-    return settings if database is None else replace(settings, database=database)
-
-
 def _existing(database: Path | None) -> TuningStore:
-    path = _settings(database).database
+    path = settings_of(database).database
     if not path.is_file():
         raise typer.BadParameter(f"there is no tuning database at {path}", param_hint="--database")
     return TuningStore(path)

@@ -262,10 +262,12 @@ class Dispatcher:
     def _tune(self, problem: Problem, device: DeviceInfo, store: TuningStore) -> None:
         # imported here, since a call measures only where its user asked for it
         from autodispatch.benchmark import workbench
+        from autodispatch.runner import LocalRunner
         from autodispatch.tuner import Tuner
 
         self._tuned.add((device.key, problem))
-        tuner = Tuner(store, workbench(device), self._registry, command=f"run in mode {self.settings.mode}")
+        runner = LocalRunner(workbench(device))
+        tuner = Tuner(store, runner, self._registry, command=f"run in mode {self.settings.mode}")
         try:
             tuner.tune(problem, effort=self.settings.effort)
         except DeviceError:

@@ -16,7 +16,13 @@ def m001_initial(db: Database) -> None:
         db.execute(statement)
 
 
-STEPS = ("m001_initial",)
+@migrations(name="m002_ties")
+def m002_ties(db: Database) -> None:
+    for statement in TIES:
+        db.execute(statement)
+
+
+STEPS = ("m001_initial", "m002_ties")
 SCHEMA_VERSION = len(STEPS)
 
 _PROBLEM = """
@@ -64,4 +70,9 @@ INITIAL = (
   count INTEGER NOT NULL, last_seen TEXT NOT NULL,
   PRIMARY KEY (device_key, n, k, dtype, layout, alignment, activation, precision, math, m)
 ) STRICT""",
+)
+
+TIES = (
+    "ALTER TABLE decisions ADD COLUMN ties TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE decisions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1 CHECK (complete IN (0, 1))",
 )

@@ -7,7 +7,7 @@ import json
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
@@ -160,14 +160,25 @@ class MeasurementRecord(ProblemRecord):
 
 
 class DecisionRecord(ProblemRecord):
-    """What was concluded for a problem: the leader, and the finalists it was measured against (leader first)."""
+    """What was concluded for a problem: the leader, and the finalists it was measured against (leader first).
+
+    `ties` are those that cannot be told from the fastest; `complete` is false where a budget ended the tuning.
+    """
 
     device_key: str = Field(max_length=200)
     regime: str = Field(max_length=20)
     leader: str = Field(max_length=64)
     finalists: list[str] = Field(max_length=100)
+    ties: list[str] = Field(default_factory=list, max_length=100)
+    complete: bool = True
     session_id: str = Field(max_length=64)
     decided_at: str = Field(max_length=40)
+
+    @field_validator("complete", mode="before")
+    @classmethod
+    def _as_stored(cls, value: Any) -> Any:
+        """SQLite keeps truth values as 0 and 1."""
+        return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 def problem_fields(problem: Problem) -> dict[str, Any]:

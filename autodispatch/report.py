@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ from rich.table import Table
 
 from autodispatch.device import DeviceInfo
 from autodispatch.explanation import Explanation
+from autodispatch.heuristics import predict
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Result
-from autodispatch.variants import Registry
+from autodispatch.variants import Candidate, Registry
 
 
 def short_config(config: str) -> str:
@@ -87,6 +89,43 @@ def _median_of(results: Sequence[Result], variant: str | None) -> float | None:
     return min(medians) if medians else None
 
 
+def plan(problem: Problem, chosen: Sequence[Candidate], registry: Registry, device: DeviceInfo) -> dict[str, Any]:
+    """What a tuning would try, by the cost model's order, how much it leaves out, and why variants cannot serve."""
+    legal = Counter(c.variant.name for c in registry.candidates(problem, device))
+    tried = Counter(c.variant.name for c in chosen)
+    return {
+        "problem": str(problem),
+        "candidates": [
+            {
+                "variant": c.variant.name,
+                "config": json.loads(c.config.to_json()),
+                "predicted_us": round(predict(c, problem, device).total * 1e6, 1),
+            }
+            for c in chosen
+        ],
+        "slower_by_the_model": {n: legal[n] - tried[n] for n in legal if legal[n] > tried[n]},
+        "cannot_serve": {
+            n: unmet
+            for n, v in registry.variants.items()
+            if v.kind == device.kind and (unmet := v.unmet(problem, device))
+        },
+    }
+
+
+def plan_table(content: dict[str, Any]) -> Table:
+    left_out = ", ".join(f"{count} of {n}" for n, count in content["slower_by_the_model"].items())
+    refused = "; ".join(f"{n} needs {', '.join(why)}" for n, why in content["cannot_serve"].items())
+    notes = [f"slower by the model: {left_out}" if left_out else "", f"cannot serve: {refused}" if refused else ""]
+    caption = escape("\n".join(n for n in notes if n))
+    table = Table(title=content["problem"], caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("candidate")
+    table.add_column("predicted us", justify="right")
+    for row in content["candidates"]:
+        name = f"{row['variant']} {short_config(json.dumps(row['config']))}"
+        table.add_row(escape(name), _us(row["predicted_us"]))
+    return table
+
+
 def decisions(layers: Layers, registry: Registry, device_key: str | None = None) -> list[dict[str, Any]]:
     """Every decision in every layer with the leader's time and the gain over the best of the other path."""
     rows = []
@@ -119,6 +158,8 @@ def _decision_row(
         "layout": decision.layout,
         "problem": str(decision.problem),
         "regime": decision.regime,
+        "ties": len(decision.ties),
+        "complete": decision.complete,
         "variant": leader.variant,
         "path": known.path if known else "",
         "config": json.loads(leader.config),

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from sqlite_utils import Database
 
 from autodispatch.errors import StoreError
+from autodispatch.locks import exclusive
 from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION, STEPS, migrations
 from autodispatch.problem import Problem
 from autodispatch.records import (
@@ -35,14 +36,9 @@ from autodispatch.records import (
     problem_fields,
 )
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _log = logging.getLogger("autodispatch")
 BUSY_TIMEOUT_S = 60.0
-_JSON_COLUMNS = ("samples_us", "finalists")
+_JSON_COLUMNS = ("samples_us", "finalists", "ties")
 _SAME_PROBLEM = tuple(f for f in PROBLEM_FIELDS if f != "m")
 
 T = TypeVar("T")
@@ -86,7 +82,7 @@ class TuningStore:
         """Moves the corrupt file aside and begins anew; of several processes that find it corrupt, one does it."""
         assert self.path is not None
         try:
-            with _exclusive(self.path.with_name(self.path.name + ".lock")):
+            with exclusive(self.path.with_name(self.path.name + ".lock")):
                 try:
                     return self._checked(self._open())
                 except sqlite3.DatabaseError as cause:
@@ -299,6 +295,17 @@ class TuningStore:
         rows = self._run(lambda db: list(db.query(f"SELECT * FROM measurements{where}{order}", tuple(fields.values()))))
         return _good(MeasurementRecord, rows)
 
+    def screened(
+        self, device_key: str, problem: Problem, regime: str, environment_id: str, protocol_version: int
+    ) -> list[MeasurementRecord]:
+        """The screenings of a problem that were made with the same versions and protocol, the newest last."""
+        fields = {"device_key": device_key, **problem_fields(problem), "regime": regime, "stage": "screen"}
+        sessions = "SELECT id FROM sessions WHERE environment_id = ? AND protocol_version = ?"
+        sql = f"SELECT * FROM measurements WHERE {_equal(tuple(fields))} AND session_id IN ({sessions})"
+        values = (*fields.values(), environment_id, protocol_version)
+        rows = self._run(lambda db: list(db.query(f"{sql} ORDER BY measured_at, id", values)))
+        return _good(MeasurementRecord, rows)
+
     def all_of(self, record_type: type[Any], device_key: str | None = None) -> list[Any]:
         """Every record of one type, in a stable order; of one device if given."""
         return _good(record_type, self.rows(record_type, device_key))
@@ -361,15 +368,6 @@ ORDER = {
     "measurements": "device_key, n, k, dtype, layout, m, variant, config, id",
     "decisions": "device_key, n, k, dtype, layout, m, alignment, activation, precision, math, regime",
 }
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock file; without one where the system has no flock."""
-    with path.open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _equal(columns: tuple[str, ...]) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autodispatch import benchmark, heuristics
-from autodispatch.benchmark import Timing, Trial, Workbench
-from autodispatch.device import environment
-from autodispatch.errors import AutodispatchError, CompileError, DeviceError, UnsupportedProblemError
+from autodispatch.benchmark import Timing
+from autodispatch.decision import Finalist, decide
+from autodispatch.device import DeviceInfo, default_device, environment
+from autodispatch.errors import AutodispatchError, UnsupportedProblemError
+from autodispatch.locks import timing_on
 from autodispatch.problem import Problem
 from autodispatch.records import (
+    PROBLEM_FIELDS,
     PROTOCOL_VERSION,
     DecisionRecord,
     DeviceRecord,
@@ -28,10 +31,14 @@ from autodispatch.records import (
     problem_fields,
 )
 from autodispatch.reference import Check
+from autodispatch.runner import Outcome, Runner
+from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
-from autodispatch.variants import Candidate, Executable, Registry
+from autodispatch.variants import Candidate, Registry
+from autodispatch.worker import runner_for
 
 _log = logging.getLogger("autodispatch")
+_LASTING = {"compile_failed", "launch_failed", "wrong_result", "out_of_bounds", "timeout", "crashed"}
 _QUICK_PER_PATH = 14
 _QUICK_PER_TILE = 3  # of those
 
@@ -54,34 +61,30 @@ class Result:
 
     candidate: Candidate
     check: Check
-    executable: Executable | None = None
-    timing: Timing | None = None
-    trial: Trial | None = None
-    record: MeasurementRecord | None = None
+    timing: Timing | None
+    record: MeasurementRecord
 
 
 class Tuner:
-    """Tunes problems on one device into one store.
-
-    The workbench says how candidates are run; tests give one with a false clock.
-    """
+    """Tunes problems on one device into one store. The runner says where and how candidates are tried."""
 
     def __init__(
         self,
         store: TuningStore,
-        bench: Workbench,
+        runner: Runner,
         registry: Registry | None = None,
         *,
         command: str = "",
         listener: Callable[[Progress], None] | None = None,
     ) -> None:
         self._store = store
-        self._bench = bench
-        self._device = bench.device
+        self._runner = runner
+        self._device = runner.device
         self._registry = registry or Registry()
         self._command = command
         self._listener = listener or (lambda progress: None)
         self._session: str | None = None
+        self._versions: EnvironmentRecord | None = None
 
     def tune(self, problem: Problem, *, effort: str = "quick", budget_s: float | None = None) -> DecisionRecord:
         """Measures the candidates of a problem, stores every measurement as it is made, and stores the decision.
@@ -93,44 +96,61 @@ class Tuner:
         """
         if 0 in (problem.m, problem.n, problem.k):
             raise UnsupportedProblemError(f"m, n and k must be positive to be tuned (got {problem})")
-        self._bench.require()
+        self._runner.require()
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
-        try:
-            self._load(problem)
-            results = self._screen(problem, candidates, deadline)
+        known = self._known(problem, candidates)
+        with timing_on(self._device.uuid), self._loaded(problem, [c for c in candidates if c not in known]):
+            results = self._screen(problem, candidates, deadline, known)
             good = [r for r in results if r.timing is not None]
             if not good:
                 reasons = "; ".join(f"{r.candidate}: {r.check.status} {r.check.reason}" for r in results[:5])
                 raise AutodispatchError(
                     f"some candidate must be right for {problem} (got none of {len(results)}: {reasons})"
                 )
-            return self._finals(problem, self._finalists(problem, good))
-        finally:
-            self._bench.unload()
+            return self._finals(problem, self._finalists(problem, good), len(results) == len(candidates))
 
     def survey(self, problem: Problem, candidates: Sequence[Candidate] | None = None, rounds: int = 10) -> list[Result]:
         """Times candidates against each other in interleaved rounds without deciding; fastest first, failures last."""
-        self._bench.require()
-        try:
-            self._load(problem)
-            results = self._screen(problem, candidates or self.shortlist(problem, "quick"), None)
-            good = [r for r in results if r.timing is not None and r.trial is not None]
-            self._bench.heat_up()
-            timings = benchmark.finals([r.trial for r in good if r.trial is not None], rounds)
-            timed = [self._result(problem, r, t, "final") for r, t in zip(good, timings, strict=True)]
+        self._runner.require()
+        chosen = list(candidates or self.shortlist(problem, "quick"))
+        with timing_on(self._device.uuid), self._loaded(problem, chosen):
+            results = self._screen(problem, chosen, None, {})
+            good = [r.candidate for r in results if r.timing is not None]
+            outcomes = self._runner.finals(good, rounds)
+            timed = [self._result(problem, c, o, "final") for c, o in zip(good, outcomes, strict=True)]
             failed = [r for r in results if r.timing is None]
             return sorted(timed, key=lambda r: r.timing.median if r.timing else 0.0) + failed
-        finally:
-            self._bench.unload()
 
-    def _load(self, problem: Problem) -> None:
+    @contextmanager
+    def _loaded(self, problem: Problem, candidates: Sequence[Candidate]) -> Iterator[None]:
         try:
-            self._bench.load(problem)
-        except MemoryError as cause:
-            raise AutodispatchError(
-                f"the inputs and the reference of {problem} must fit into memory ({cause})"
-            ) from cause
+            try:
+                self._runner.load(problem, candidates)
+            except MemoryError as cause:
+                raise AutodispatchError(
+                    f"the inputs and the reference of {problem} must fit into memory ({cause})"
+                ) from cause
+            yield
+        finally:
+            self._runner.unload()
+
+    def _known(self, problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Result]:
+        """What need not be measured again: how a candidate failed with the same kernels and versions, and, where an
+        earlier tuning did not come to its end, what it had measured."""
+        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        unfinished = decision is None or not decision.complete
+        environment_id = self._environment().id
+        records = self._store.screened(self._device.key, problem, self._runner.regime, environment_id, PROTOCOL_VERSION)
+        latest = {(r.variant, r.config, r.digest): r for r in records}
+        found = {}
+        for candidate in candidates:
+            record = latest.get((*candidate.key, candidate.variant.digest))
+            if record is not None and (record.status in _LASTING or (unfinished and record.status == "ok")):
+                check = Check(record.status, record.reason, record.relative_error, record.max_error)
+                timing = Timing(tuple(record.samples_us)) if record.samples_us else None
+                found[candidate] = Result(candidate, check, timing, record)
+        return found
 
     def shortlist(self, problem: Problem, effort: str) -> list[Candidate]:
         """The candidates to try, likely winners first: always each variant's default and the library."""
@@ -149,92 +169,63 @@ class Tuner:
                 kept.add(candidate)
         return [c for c in ranked if c in kept]
 
-    def _screen(self, problem: Problem, candidates: Sequence[Candidate], deadline: float | None) -> list[Result]:
-        results: list[Result] = []
-        best: float | None = None
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            builds = [pool.submit(c.executable, problem, self._device) for c in candidates]
-            try:
-                for i, (candidate, build) in enumerate(zip(candidates, builds, strict=True)):
-                    if deadline is not None and time.monotonic() > deadline and any(r.timing for r in results):
-                        _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
-                        break
-                    self._listener(Progress(problem, "screen", i, len(candidates), candidate))
-                    result = self._try(problem, candidate, build.result, best)
-                    if result.timing is not None:
-                        best = min(best or result.timing.median, result.timing.median)
-                    results.append(result)
-                    self._listener(Progress(problem, "screen", i + 1, len(candidates), candidate, result.record))
-            finally:
-                for build in builds:
-                    build.cancel()
+    def _screen(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        deadline: float | None,
+        known: Mapping[Candidate, Result],
+    ) -> list[Result]:
+        """Tries each candidate of which nothing is known, and stores how it went, whatever happens to it."""
+        results = list(known.values())
+        best = min((r.timing.median for r in results if r.timing), default=None)
+        for i, candidate in enumerate(c for c in candidates if c not in known):
+            if deadline is not None and time.monotonic() > deadline and any(r.timing for r in results):
+                _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
+                break
+            self._listener(Progress(problem, "screen", i, len(candidates), candidate))
+            result = self._result(problem, candidate, self._runner.screen(candidate, best), "screen")
+            if result.timing is not None:
+                best = min(best or result.timing.median, result.timing.median)
+            results.append(result)
+            self._listener(Progress(problem, "screen", i + 1, len(candidates), candidate, result.record))
         return results
 
-    def _try(
-        self, problem: Problem, candidate: Candidate, build: Callable[[], Executable], best: float | None
-    ) -> Result:
-        """Compiles, checks and screens one candidate and stores how it went, whatever happens to it."""
-        try:
-            executable = build()
-        except (CompileError, UnsupportedProblemError) as cause:
-            status = "compile_failed" if isinstance(cause, CompileError) else "launch_failed"
-            return self._result(problem, Result(candidate, Check(status, str(cause))), None, "screen")
-        check, timing, trial = Check("launch_failed"), None, None
-        try:
-            check = self._bench.check(executable)
-            if check.status == "ok":
-                self._bench.heat_up()
-                trial = self._bench.trial(executable)
-                timing = benchmark.screen(trial, best)
-        except MemoryError as cause:
-            check = Check("out_of_memory", str(cause))
-        except Exception as cause:
-            if not self._bench.healthy():
-                raise DeviceError(
-                    f"the device must survive every candidate (got {type(cause).__name__} in {candidate}: {cause}); "
-                    "this process cannot use it any more"
-                ) from cause
-            check = Check("launch_failed", f"{type(cause).__name__}: {cause}")
-        if check.status != "ok":
-            timing = trial = None
-        return self._result(problem, Result(candidate, check, executable, trial=trial), timing, "screen")
-
-    def _result(self, problem: Problem, result: Result, timing: Timing | None, stage: str) -> Result:
+    def _result(self, problem: Problem, candidate: Candidate, outcome: Outcome, stage: str) -> Result:
         """Stores a measurement and returns the result with it."""
-        reading = self._bench.reading()
-        executable = result.executable
-        resources = executable.resources if executable else None
+        check, timing, reading, resources = outcome.check, outcome.timing, outcome.reading, outcome.resources
         record = MeasurementRecord.of(
             session_id=self._begin_session(),
             device_key=self._device.key,
             **problem_fields(problem),
-            regime=self._bench.regime,
+            regime=self._runner.regime,
             stage=stage,
-            variant=result.candidate.variant.name,
-            config=result.candidate.config.to_json(),
-            digest=result.candidate.variant.digest,
-            status=result.check.status,
-            reason=result.check.reason[:4000],
+            variant=candidate.variant.name,
+            config=candidate.config.to_json(),
+            digest=candidate.variant.digest,
+            status=check.status,
+            reason=check.reason[:4000],
             median_us=round(timing.median, 4) if timing else None,
             p20_us=round(timing.percentile(20), 4) if timing else None,
             p80_us=round(timing.percentile(80), 4) if timing else None,
             mad_us=round(timing.mad, 4) if timing else None,
             samples_us=[round(s, 3) for s in timing.samples] if timing else [],
-            relative_error=result.check.relative_error,
-            max_error=result.check.max_error,
+            relative_error=check.relative_error,
+            max_error=check.max_error,
             registers=resources.registers if resources else None,
             spill_bytes=resources.spill_bytes if resources else None,
-            shared_bytes=executable.shared_bytes if executable else None,
-            workspace_bytes=executable.workspace_bytes if executable else 0,
+            shared_bytes=outcome.shared_bytes,
+            workspace_bytes=outcome.workspace_bytes,
             clock_mhz=reading.sm_clock_mhz if reading else None,
             temperature_c=reading.temperature_c if reading else None,
             measured_at=now(),
         )
         self._store.add_measurement(record)
-        return Result(result.candidate, result.check, executable, timing, result.trial, record)
+        return Result(candidate, check, timing, record)
 
     def _finalists(self, problem: Problem, good: list[Result]) -> list[Result]:
-        """Those near the best, the best of each path, and the library."""
+        """Those near the best, and the best few in any case, since the card may have throttled between two screenings;
+        the best of each path, the default and the library."""
 
         def median(result: Result) -> float:
             assert result.timing is not None
@@ -244,40 +235,66 @@ class Tuner:
         best = ordered[0]
         assert best.timing is not None
         limit = best.timing.median + max(benchmark.FINAL_MARGIN * best.timing.median, 3 * best.timing.mad)
-        finalists = [r for r in ordered if median(r) <= limit][: benchmark.MAX_FINALISTS]
+        near = sum(median(r) <= limit for r in ordered)
+        finalists = ordered[: min(max(near, benchmark.MIN_FINALISTS), benchmark.MAX_FINALISTS)]
         for path in sorted({r.candidate.variant.path for r in good}):
             finalists.append(next(r for r in ordered if r.candidate.variant.path == path))
-        finalists += [r for r in ordered if r.candidate == self._registry.library(problem, self._device)]
+        always = (self._default(problem), self._registry.library(problem, self._device))
+        finalists += [r for r in ordered if r.candidate in always]
         return list({r.candidate: r for r in finalists}.values())
 
-    def _finals(self, problem: Problem, finalists: list[Result]) -> DecisionRecord:
-        trials = []
-        for result in finalists:
-            assert result.trial is not None
-            trials.append(result.trial)
+    def _default(self, problem: Problem) -> Candidate:
+        """What a call would run without tuning."""
+        return heuristics.rank(self._registry.candidates(problem, self._device), problem, self._device)[0]
+
+    def _incumbent(self, problem: Problem) -> tuple[str, str] | None:
+        """The key of the candidate that an earlier tuning decided on."""
+        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        record = self._store.measurement(decision.leader) if decision else None
+        return (record.variant, record.config) if record else None
+
+    def _finals(self, problem: Problem, screened: list[Result], complete: bool) -> DecisionRecord:
         self._listener(Progress(problem, "finals", 0, 1))
-        self._bench.heat_up()
-        timings = benchmark.finals(trials)
-        results = [self._result(problem, r, t, "final") for r, t in zip(finalists, timings, strict=True)]
-        records = [r.record for r in results if r.record is not None]
-        records.sort(key=lambda r: (r.median_us, r.variant, r.config))
+        candidates = [r.candidate for r in screened]
+        outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
+        default, incumbent = self._default(problem).key, self._incumbent(problem)
+        finalists, records = [], {}
+        for before, outcome in zip(screened, outcomes, strict=True):
+            checked = replace(outcome, check=before.check)
+            key = before.candidate.key
+            records[key] = self._result(problem, before.candidate, checked, "final").record
+            assert outcome.timing is not None
+            error = before.check.relative_error or 0.0
+            samples = outcome.timing.samples
+            finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, key == incumbent, key == default))
+        verdict = decide(finalists)
+        leader = records[verdict.pick.name]
+        others = [r for r in records.values() if r is not leader]
+        others.sort(key=lambda r: (r.median_us, r.variant, r.config))
         decision = DecisionRecord(
             device_key=self._device.key,
             **problem_fields(problem),
-            regime=self._bench.regime,
-            leader=records[0].id,
-            finalists=[r.id for r in records],
+            regime=self._runner.regime,
+            leader=leader.id,
+            finalists=[leader.id, *(r.id for r in others)],
+            ties=[records[f.name].id for f in verdict.ties],
+            complete=complete,
             session_id=self._begin_session(),
             decided_at=now(),
         )
         self._store.set_decision(decision)
-        leader = next(r for r in results if r.record is records[0])
-        self._listener(Progress(problem, "finals", 1, 1, leader.candidate, leader.record))
+        pick = next(c for c in candidates if c.key == verdict.pick.name)
+        self._listener(Progress(problem, "finals", 1, 1, pick, leader))
         return decision
+
+    def _environment(self) -> EnvironmentRecord:
+        if self._versions is None:
+            self._versions = EnvironmentRecord.of(environment(self._device))
+        return self._versions
 
     def _begin_session(self) -> str:
         if self._session is None:
-            versions = EnvironmentRecord.of(environment(self._device))
+            versions = self._environment()
             session = SessionRecord(
                 id=uuid.uuid4().hex,
                 device_key=self._device.key,
@@ -290,3 +307,32 @@ class Tuner:
             self._store.begin_session(DeviceRecord.of(self._device), versions, session)
             self._session = session.id
         return self._session
+
+
+def missed_problems(store: TuningStore, device: DeviceInfo) -> list[Problem]:
+    """What calls on a device asked for and did not find, and nobody has tuned since; most wanted first."""
+    rows = [r for r in store.misses() if r["device_key"] == device.key]
+    problems = [Problem(**{f: r[f] for f in PROBLEM_FIELDS}) for r in rows]
+    return [p for p in problems if store.decision(device.key, p) is None]
+
+
+def tune(
+    problems: Iterable[Problem],
+    *,
+    device: DeviceInfo | None = None,
+    database: Path | None = None,
+    effort: str = "quick",
+    budget_s: float | None = None,
+    isolate: bool = True,
+    listener: Callable[[Progress], None] | None = None,
+) -> list[DecisionRecord]:
+    """Tunes problems on a device (the first GPU, or the processor) into the user's database, or the one given.
+
+    `effort` and `budget_s` are those of `Tuner.tune`; `isolate` tries the candidates in a process of their own;
+    `listener` hears of every step. Raises what `Tuner.tune` raises, and StoreError; what was finished before is stored.
+    """
+    store = TuningStore(database or Settings.from_environment().database)
+    runner = runner_for(device or default_device(), isolate)
+    with closing(store), closing(runner):
+        tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
+        return [tuner.tune(p, effort=effort, budget_s=budget_s) for p in problems]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autodispatch.benchmark import Trial, Workbench
 from autodispatch.config import Config, ConfigSpace, Restriction
-from autodispatch.device import DeviceInfo
+from autodispatch.device import DeviceInfo, cpu_device
 from autodispatch.errors import CompileError
 from autodispatch.problem import Problem
 from autodispatch.reference import Check
-from autodispatch.variants import Executable, Variant
+from autodispatch.runner import LocalRunner
+from autodispatch.variants import Executable, Registry, Variant
 from autodispatch.variants.base import Call, Unit, Work
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -148,3 +152,26 @@ class FakeWorkbench(Workbench):
 
 def like(device: DeviceInfo, **changes: Any) -> DeviceInfo:
     return replace(device, **changes)
+
+
+def worker_runner(kind: str, index: int) -> tuple[LocalRunner, Registry]:
+    """What a worker of the tests serves: variants named by what they do to it."""
+
+    class Deadly(FakeWorkbench):
+        def check(self, executable: Any) -> Check:
+            if executable.name == "segfaults":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if executable.name == "exits":
+                os._exit(7)
+            if executable.name == "hangs":
+                time.sleep(600)
+            if executable.name == "ruins":
+                self._is_healthy = False
+                raise RuntimeError("an illegal memory access was encountered")
+            return super().check(executable)
+
+    return LocalRunner(Deadly(cpu_device())), Registry(registry_of(*DEADLY))
+
+
+DEADLY = [FakeVariant(name, speeds=(i + 10,)) for i, name in enumerate(("segfaults", "exits", "hangs", "ruins"))]
+DEADLY += [FakeVariant("good", speeds=(20,)), FakeVariant("slower", "split", (25,), is_library=True)]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from autodispatch import cli
 from autodispatch.benchmark import FINAL_ROUNDS
+from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.problem import Problem
 from autodispatch.selection import Origin
@@ -269,3 +270,51 @@ def test_brackets_in_foreign_text_are_no_markup(tmp_path: Path) -> None:
     odd = tmp_path / "[" / "b]"
     odd.mkdir(parents=True)
     assert "[/b]" in run("export", str(odd / "x.jsonl")).output
+
+
+def test_tune_json_gives_the_decisions_of_the_shapes_it_was_given() -> None:
+    tuned("3,8,8")
+    rows = json.loads(run("tune", "8,32,16", *CPU, "--json").stdout)
+    assert [row["problem"] for row in rows] == [row["problem"] for row in rows if "8,32,16" in row["problem"]]
+    assert len(rows) == 1
+    assert rows[0]["complete"] is True
+    assert rows[0]["ties"] >= 1
+
+
+def test_a_dry_run_lists_what_would_be_tried_and_measures_nothing(tmp_path: Path) -> None:
+    result = run("tune", "8,32,16", *CPU, "--dry-run")
+    assert "cpu_split" in result.output
+    assert "predicted us" in result.output
+    (plan,) = json.loads(run("tune", "64,4096,4096", *CPU, "--dry-run", "--json").stdout)
+    assert plan["candidates"][0]["predicted_us"] > 0
+    assert TuningStore(tmp_path / "tuning.db").counts()["measurements"] == 0
+
+
+def test_misses_of_calls_are_tuned_and_then_are_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=s).astype(np.float32) for s in ((8, 16), (16, 32), (16, 32))]
+    dispatcher = Dispatcher(Settings(tmp_path / "tuning.db", record_misses=True))
+    dispatcher.run(*arrays)
+    dispatcher.close()
+    assert len(json.loads(run("tune", "--misses", *CPU, "--json").stdout)) == 1
+    assert json.loads(run("tune", "--misses", *CPU, "--json").stdout) == []
+
+
+def test_without_isolation_the_result_is_the_same() -> None:
+    run("tune", "8,32,16", *CPU, "--no-isolate", "--quiet")
+    assert "tuned: measured" in run("explain", "8,32,16", *CPU).output
+
+
+def test_tune_in_a_program(tmp_path: Path) -> None:
+    import autodispatch
+
+    heard: list[Any] = []
+    (decision,) = autodispatch.tune(
+        [Problem(8, 32, 16, "float32")],
+        device=cpu_device(),
+        database=tmp_path / "mine.db",
+        isolate=False,
+        listener=heard.append,
+    )
+    assert decision.ties
+    assert heard[-1].record.id == decision.leader

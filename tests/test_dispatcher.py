@@ -17,6 +17,7 @@ from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, LaunchError, StoreError, UnsupportedProblemError
 from autodispatch.problem import Problem
+from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
@@ -42,7 +43,7 @@ def assert_right(out: Any, a: Any, b1: Any, b2: Any) -> None:
 
 
 def tune(d: Dispatcher, problem: Problem) -> None:
-    Tuner(d.layers.user, CpuWorkbench(CPU)).tune(problem)
+    Tuner(d.layers.user, LocalRunner(CpuWorkbench(CPU))).tune(problem)
 
 
 def test_a_tuned_problem_is_found_by_another_dispatcher(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from autodispatch.errors import StoreError, UnsupportedProblemError
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord
+from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin, select, selections
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
@@ -32,7 +33,7 @@ def tuned(
     store: TuningStore, problem: Problem = PROBLEM, device: DeviceInfo = CPU, winner: str = "slow"
 ) -> DecisionRecord:
     times = {winner: lambda: 1.0}
-    return Tuner(store, FakeWorkbench(device, times), registry()).tune(problem)
+    return Tuner(store, LocalRunner(FakeWorkbench(device, times)), registry()).tune(problem)
 
 
 def test_what_was_tuned_comes_before_the_model(store: TuningStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from autodispatch.errors import AutodispatchError, DeviceError, UnsupportedProbl
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
 from autodispatch.reference import Check
+from autodispatch.runner import LocalRunner
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Progress, Tuner
 from autodispatch.variants import Registry
@@ -24,7 +26,8 @@ CPU = cpu_device()
 
 def tuner(store: TuningStore, *variants: FakeVariant, **options: Any) -> Tuner:
     listener = options.pop("listener", None)
-    return Tuner(store, FakeWorkbench(CPU, **options), Registry(registry_of(*variants)), listener=listener)
+    runner = LocalRunner(FakeWorkbench(CPU, **options))
+    return Tuner(store, runner, Registry(registry_of(*variants)), listener=listener)
 
 
 def by_variant(store: TuningStore, stage: str) -> dict[str, MeasurementRecord]:
@@ -53,19 +56,21 @@ def test_the_fastest_right_candidate_wins_and_everything_measured_is_stored(stor
     assert store.counts()["sessions"] == 1
 
 
-def test_finals_hold_the_near_ones_the_best_of_each_path_and_the_library(store: TuningStore) -> None:
+def test_finals_hold_the_best_few_the_best_of_each_path_and_the_library(store: TuningStore) -> None:
     variants = (
-        FakeVariant("near", speeds=(100, 104, 120)),
-        FakeVariant("other_path", "split", (190,)),
-        FakeVariant("library", "split", (280,), is_library=True),
+        FakeVariant("near", speeds=(100, 104, 120, 130, 131)),
+        FakeVariant("other_path", "split", (140, 141)),
+        FakeVariant("library", "split", (145,), is_library=True),
     )
     decision = tuner(store, *variants).tune(PROBLEM, effort="full")
     finalists = [store.measurement(i) for i in decision.finalists]
     assert [(r.variant, r.median_us) for r in finalists if r] == [
         ("near", 100.0),
         ("near", 104.0),
-        ("other_path", 190.0),
-        ("library", 280.0),
+        ("near", 120.0),
+        ("near", 130.0),
+        ("other_path", 140.0),
+        ("library", 145.0),
     ]
 
 
@@ -133,7 +138,7 @@ def test_an_interruption_loses_nothing_that_was_finished(store: TuningStore) -> 
     with pytest.raises(KeyboardInterrupt):
         subject.tune(PROBLEM)
     assert {r.variant for r in store.measurements()} == {"v0", "v1", "v2"}
-    assert subject._bench.log[-1] == "unload"  # type: ignore[attr-defined]
+    assert subject._runner.bench.log[-1] == "unload"  # type: ignore[attr-defined]
 
 
 def test_a_used_up_budget_decides_between_what_was_measured(store: TuningStore) -> None:
@@ -158,7 +163,7 @@ def test_an_error_that_every_candidate_would_meet_is_raised_before_anything_is_s
     def require() -> None:
         raise DeviceError("the card is unknown")
 
-    subject._bench.require = require  # type: ignore[method-assign]
+    subject._runner.require = require  # type: ignore[method-assign]
     with pytest.raises(DeviceError):
         subject.tune(PROBLEM)
     assert sum(store.counts().values()) == 0
@@ -170,12 +175,12 @@ def test_a_second_tuning_takes_the_place_of_the_first_decision_and_keeps_its_mea
         return tuner(store, FakeVariant("a"), FakeVariant("b"), times=fakes).tune(PROBLEM)
 
     assert leader(store, run(a=10.0, b=12.0)).variant == "a"
-    kept = len(store.measurements())
+    kept = {r.id for r in store.measurements()}
     assert leader(store, run(a=12.0, b=10.0)).variant == "b"
     found = store.decision(CPU.key, PROBLEM)
     assert found is not None
     assert leader(store, found).variant == "b"
-    assert len(store.measurements()) == 2 * kept
+    assert kept < {r.id for r in store.measurements()}
 
 
 def test_a_clear_winner_wins_under_noise_and_outliers(store: TuningStore) -> None:
@@ -231,6 +236,81 @@ def test_inputs_that_do_not_fit_are_an_error_that_a_caller_expects(store: Tuning
     def load(problem: Problem, copies: int | None = None) -> None:
         raise MemoryError("out of memory")
 
-    subject._bench.load = load  # type: ignore[method-assign]
+    subject._runner.bench.load = load  # type: ignore[method-assign]
     with pytest.raises(AutodispatchError, match="must fit into memory"):
         subject.tune(PROBLEM)
+
+
+def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
+    checks = {"wrong": Check("wrong_result", "as the test says", 0.5, 3.0), "large": MemoryError("too large")}
+    every = ["wrong", "large", "right"]
+    for digest, tried in (("d1", every), ("d1", every[1:]), ("d2", every)):
+        variants = [FakeVariant(n, speeds=(i + 1,), digest=digest) for i, n in enumerate(every)]
+        subject = tuner(store, *variants, checks=checks)
+        assert leader(store, subject.tune(PROBLEM)).variant == "right"
+        assert [line for line in subject._runner.bench.log if "check" in line] == [f"check {n}" for n in tried]  # type: ignore[attr-defined]
+
+
+def test_a_tuning_that_did_not_come_to_its_end_goes_on_where_it_stopped(store: TuningStore) -> None:
+    variants = [FakeVariant(f"v{i}", speeds=(i + 10,)) for i in range(5)]
+    first = tuner(store, *variants).tune(PROBLEM, budget_s=0.0)
+    assert not first.complete
+    subject = tuner(store, *variants)
+    second = subject.tune(PROBLEM)
+    checked = [line for line in subject._runner.bench.log if "check" in line]  # type: ignore[attr-defined]
+    assert checked == [f"check v{i}" for i in range(1, 5)]
+    assert second.complete
+    again = tuner(store, *variants)
+    again.tune(PROBLEM)
+    assert len([line for line in again._runner.bench.log if "check" in line]) == 5  # type: ignore[attr-defined]
+
+
+def test_all_that_cannot_be_told_apart_are_stored_and_the_incumbent_stays(store: TuningStore) -> None:
+    def run(**times: float) -> DecisionRecord:
+        fakes: dict[str, Callable[[], float]] = {n: (lambda t=t: t) for n, t in times.items()}
+        return tuner(store, *(FakeVariant(n) for n in times), times=fakes).tune(PROBLEM)
+
+    first = run(a=12.0, b=10.0, c=10.05)
+    assert leader(store, first).variant == "b"
+    second = run(a=12.0, b=10.05, c=10.0)
+    assert leader(store, second).variant == "b"
+    names = [found.variant for i in second.ties if (found := store.measurement(i)) is not None]
+    assert names == ["c", "b"]
+    assert leader(store, run(a=12.0, b=10.5, c=10.0)).variant == "c"
+
+
+class Weather:
+    """A GPU's bad days, the same for all that run on one: its clock drifts, it throttles after a while, and now and
+    then something else runs. Time passes with every sample."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._samples = 0
+        self._throttled_from = self._rng.randrange(50, 400)
+
+    def timer(self, true_us: float) -> Callable[[], float]:
+        def sample() -> float:
+            self._samples += 1
+            drift = 1 + 0.04 * math.sin(self._samples / 60)
+            throttle = 1.15 if self._samples > self._throttled_from else 1.0
+            outlier = self._rng.uniform(1.3, 4.0) if self._rng.random() < 0.05 else 1.0
+            return true_us * drift * throttle * outlier * (1 + abs(self._rng.gauss(0, 0.01)))
+
+        return sample
+
+
+def test_tunings_from_nothing_agree_whatever_the_weather() -> None:
+    true = {"a": 10.0, "b": 10.04, "c": 10.4, "d": 10.9, "e": 13.0, "f": 24.0}
+    picks = []
+    for seed in range(20):
+        weather = Weather(seed)
+        store = TuningStore()
+        times = {name: weather.timer(us) for name, us in true.items()}
+        # the cost model, which sees the speeds, believes in another candidate than the fastest
+        variants = [FakeVariant(n, "split" if n == "e" else "fused", (i,)) for i, n in enumerate("dfecba", start=1)]
+        picks.append(leader(store, tuner(store, *variants, times=times).tune(PROBLEM)).variant)
+        store.close()
+    flips = len(picks) - max(picks.count(name) for name in true)
+    regrets = [true[name] / true["a"] - 1 for name in picks]
+    assert flips == 0, picks
+    assert max(regrets) < 0.02, picks

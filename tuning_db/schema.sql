@@ -1,4 +1,4 @@
--- The schema of a tuning database (version 1), for reading. The database is made by the steps in
+-- The schema of a tuning database (version 2), for reading. The database is made by the steps in
 -- autodispatch/migrations.py, and a test holds this file to them.
 
 CREATE TABLE devices (
@@ -55,3 +55,7 @@ CREATE TABLE misses (
   count INTEGER NOT NULL, last_seen TEXT NOT NULL,
   PRIMARY KEY (device_key, n, k, dtype, layout, alignment, activation, precision, math, m)
 ) STRICT;
+
+ALTER TABLE decisions ADD COLUMN ties TEXT NOT NULL DEFAULT '[]';
+
+ALTER TABLE decisions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1 CHECK (complete IN (0, 1));

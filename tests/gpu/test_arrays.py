@@ -16,6 +16,7 @@ from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import LaunchError, UnsupportedProblemError
 from autodispatch.problem import Problem
 from autodispatch.reference import decode
+from autodispatch.runner import LocalRunner
 from autodispatch.settings import Settings
 from autodispatch.tuner import Tuner
 from autodispatch.variants import VARIANTS, Registry
@@ -108,7 +109,8 @@ def test_contiguous_but_misaligned_arrays_are_right_even_where_a_tuned_winner_wa
 ) -> None:
     m = n = k = 64
     demanding = Registry({name: VARIANTS[name] for name in ("fused_mma", "split_mma")})
-    Tuner(dispatcher.layers.user, CudaWorkbench(cuda_device(0)), demanding).tune(Problem(m, n, k, "float16"))
+    runner = LocalRunner(CudaWorkbench(cuda_device(0)))
+    Tuner(dispatcher.layers.user, runner, demanding).tune(Problem(m, n, k, "float16"))
     aligned = [random(m, k), random(k, n), random(k, n), cupy.empty((m, n), np.float16)]
     dispatcher.run(*aligned[:3], out=aligned[3])
     assert dispatcher.explain(*aligned[:3], out=aligned[3]).selection.candidate.variant.name in demanding.variants

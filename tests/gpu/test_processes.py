@@ -16,6 +16,7 @@ from autodispatch.device import DeviceInfo
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import CompileError
 from autodispatch.problem import Problem
+from autodispatch.runner import LocalRunner
 from autodispatch.settings import Settings
 from autodispatch.source import parse
 from autodispatch.tuner import Tuner
@@ -73,7 +74,7 @@ def test_a_second_process_finds_the_winner_and_neither_compiles_nor_times(
     untuned = second_process("64,128,128", **cache)
     assert untuned["origin"] == "heuristic" and untuned["compiled"]
     dispatcher = Dispatcher(settings)
-    Tuner(dispatcher.layers.user, CudaWorkbench(device)).tune(problem)
+    Tuner(dispatcher.layers.user, LocalRunner(CudaWorkbench(device))).tune(problem)
     winner = dispatcher.explain_problem(problem, device).selection.candidate
     dispatcher.close()
     first = second_process("64,128,128", **cache)  # fills this test's own kernel cache

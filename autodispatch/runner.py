@@ -1,0 +1,142 @@
+"""Where a tuner's candidates are tried: built, checked and timed. In this process here, in another in worker.py."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from autodispatch import benchmark, nvml
+from autodispatch.benchmark import Timing, Trial, Workbench
+from autodispatch.compiler import Resources
+from autodispatch.device import DeviceInfo
+from autodispatch.errors import CompileError, DeviceError, UnsupportedProblemError
+from autodispatch.problem import Problem
+from autodispatch.reference import Check
+from autodispatch.variants import Candidate, Executable
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a candidate fared. `timing` is None where it failed; the rest is what it used, as far as it came."""
+
+    check: Check
+    timing: Timing | None = None
+    resources: Resources | None = None
+    shared_bytes: int | None = None
+    workspace_bytes: int = 0
+    reading: nvml.Reading | None = None
+
+
+class Runner(ABC):
+    """Tries the candidates of one problem at a time on one device.
+
+    Attributes:
+        regime: see Workbench.
+    """
+
+    device: DeviceInfo
+    regime: str
+
+    @abstractmethod
+    def require(self) -> None:
+        """Raises the error that every candidate would meet, before anything is measured or stored."""
+
+    @abstractmethod
+    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
+        """Makes the inputs and the reference of a problem, and begins to build the candidates. Raises MemoryError."""
+
+    @abstractmethod
+    def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+        """Builds, checks and times a candidate; see `benchmark.screen`. Whatever happens to it is in the outcome.
+
+        Raises DeviceError if the device cannot be used any more.
+        """
+
+    @abstractmethod
+    def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+        """Times candidates that came through the screening against each other: sample i of each is from round i."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """Drops the problem, and builds that have not begun."""
+
+    def close(self) -> None:
+        """Ends whatever the runner had started."""
+        return
+
+
+class LocalRunner(Runner):
+    """Tries candidates in this process, which a candidate can ruin."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
+        self.device = bench.device
+        self.regime = bench.regime
+        self._problem: Problem | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._builds: dict[Candidate, Future[Executable]] = {}
+        self._trials: dict[Candidate, Trial] = {}
+
+    def require(self) -> None:
+        self.bench.require()
+
+    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
+        self.unload()
+        self._problem = problem
+        self.bench.load(problem)
+        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
+        self._builds = {c: self._pool.submit(c.executable, problem, self.device) for c in candidates}
+
+    def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+        try:
+            executable = self.build(candidate)
+        except (CompileError, UnsupportedProblemError) as cause:
+            status = "compile_failed" if isinstance(cause, CompileError) else "launch_failed"
+            return Outcome(Check(status, str(cause)))
+        try:
+            check = self.bench.check(executable)
+            if check.status == "ok":
+                self.bench.heat_up()
+                trial = self._trials[candidate] = self.bench.trial(executable)
+                return self._outcome(executable, check, benchmark.screen(trial, best_us))
+        except MemoryError as cause:
+            check = Check("out_of_memory", str(cause))
+        except Exception as cause:
+            if not self.bench.healthy():
+                raise DeviceError(
+                    f"the device must survive every candidate (got {type(cause).__name__} in {candidate}: {cause}); "
+                    "this process cannot use it any more"
+                ) from cause
+            check = Check("launch_failed", f"{type(cause).__name__}: {cause}")
+        return self._outcome(executable, check, None)
+
+    def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+        for candidate in candidates:
+            if candidate not in self._trials:  # screened by another process, or in an earlier tuning
+                self._trials[candidate] = self.bench.trial(self.build(candidate))
+        self.bench.heat_up()
+        timings = benchmark.finals([self._trials[c] for c in candidates], rounds)
+        return [
+            self._outcome(self.build(c), Check("ok"), timing) for c, timing in zip(candidates, timings, strict=True)
+        ]
+
+    def build(self, candidate: Candidate) -> Executable:
+        """The candidate's executable, when it is built."""
+        if candidate in self._builds:
+            return self._builds[candidate].result()
+        assert self._problem is not None
+        return candidate.executable(self._problem, self.device)
+
+    def unload(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self.bench.unload()
+        self._pool = self._problem = None
+        self._builds, self._trials = {}, {}
+
+    def _outcome(self, executable: Executable, check: Check, timing: Timing | None) -> Outcome:
+        used = (executable.resources, executable.shared_bytes, executable.workspace_bytes)
+        return Outcome(check, timing, *used, self.bench.reading())

@@ -1,0 +1,100 @@
+"""The worker process: what candidates do to it costs them alone, and nothing that was finished is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from autodispatch.benchmark import CpuWorkbench
+from autodispatch.device import cpu_device
+from autodispatch.errors import AutodispatchError
+from autodispatch.problem import Problem
+from autodispatch.runner import LocalRunner
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Tuner
+from autodispatch.variants import Registry
+from autodispatch.worker import WorkerRunner
+from tests.fakes import DEADLY, registry_of
+
+PROBLEM = Problem(64, 64, 64, "float32")
+CPU = cpu_device()
+
+
+@pytest.fixture
+def runner() -> Iterator[WorkerRunner]:
+    found = WorkerRunner(CPU, "tests.fakes:worker_runner", run_limit_s=1.0)
+    yield found
+    found.close()
+    assert found._process is None
+
+
+def test_a_crash_a_hang_and_a_ruined_device_cost_the_candidate_alone(runner: WorkerRunner, store: TuningStore) -> None:
+    decision = Tuner(store, runner, Registry(registry_of(*DEADLY))).tune(PROBLEM)
+    found = {r.variant: r for r in store.measurements() if r.stage == "screen"}
+    assert {name: r.status for name, r in found.items()} == {
+        "segfaults": "crashed",
+        "exits": "crashed",
+        "hangs": "timeout",
+        "ruins": "launch_failed",
+        "good": "ok",
+        "slower": "ok",
+    }
+    assert "SIGSEGV" in found["segfaults"].reason
+    assert "exit code 7" in found["exits"].reason
+    assert "over 1 s" in found["hangs"].reason
+    assert "illegal memory access" in found["ruins"].reason
+    leader = store.measurement(decision.leader)
+    assert leader is not None
+    assert leader.variant == "good"
+
+
+def test_a_worker_that_was_killed_from_outside_is_replaced(runner: WorkerRunner, store: TuningStore) -> None:
+    good = Registry({v.name: v for v in DEADLY if v.name in ("good", "slower")})
+    Tuner(store, runner, good).tune(PROBLEM)
+    assert runner._process is not None
+    os.kill(runner._process.pid, signal.SIGKILL)
+    with pytest.raises(AutodispatchError, match="SIGKILL"):
+        Tuner(store, runner, good).tune(PROBLEM)
+    Tuner(store, runner, good).tune(PROBLEM)
+    assert len({r.session_id for r in store.measurements()}) == 2
+
+
+def test_an_interruption_ends_the_worker_and_keeps_what_was_finished(
+    runner: WorkerRunner, store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [v for v in DEADLY if v.name in ("good", "hangs")]
+    monkeypatch.setitem(chosen[0].space.axes, "speed", (30,))  # so that the good one comes first
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    runner._limits = (60.0, 60.0, 60.0)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(store, runner, Registry(registry_of(*chosen))).tune(PROBLEM)
+    assert time.monotonic() - start < 20
+    assert runner._process is None
+    assert {r.variant for r in store.measurements()} <= {"good"}
+
+
+def test_the_real_worker_of_the_cpu_device_finds_what_this_process_finds(store: TuningStore) -> None:
+    runner = WorkerRunner(CPU)
+    tuner = Tuner(store, runner)
+    decision = tuner.tune(PROBLEM, effort="full")
+    runner.close()
+    assert runner.regime == LocalRunner(CpuWorkbench(CPU)).regime
+    record = store.measurement(decision.leader)
+    assert record is not None
+    assert record.variant in ("cpu_fused", "cpu_split")
+    assert record.relative_error is not None
+    assert {r.status for r in store.measurements()} == {"ok"}
+
+
+def test_a_worker_that_cannot_start_says_so(store: TuningStore) -> None:
+    runner = WorkerRunner(CPU, "no.such.module:factory")
+    with pytest.raises(AutodispatchError, match="exit code 1"):
+        Tuner(store, runner).tune(PROBLEM)
+    assert sum(store.counts().values()) == 0
+    runner.close()
