@@ -27,13 +27,13 @@ def test_every_command_and_option_is_in_the_reference() -> None:
     for name, command in COMMANDS.items():
         assert f"`autodispatch {name}`" in REFERENCE, name
         for parameter in command.params:
-            for option in parameter.opts:
+            for option in (*parameter.opts, *parameter.secondary_opts):
                 if option.startswith("--") and option != "--help":
                     assert f"`{option}`" in REFERENCE, f"{name} {option}"
 
 
 def test_every_option_of_the_reference_exists() -> None:
-    options = {o for c in COMMANDS.values() for p in c.params for o in p.opts}
+    options = {o for c in COMMANDS.values() for p in c.params for o in (*p.opts, *p.secondary_opts)}
     assert set(re.findall(r"`(--[a-z-]+)`", REFERENCE)) <= options | {"--help"}
 
 
