@@ -32,6 +32,8 @@ MAX_REST_S = 0.02
 FINAL_ROUNDS = 30
 MIN_FINALISTS, MAX_FINALISTS = 4, 8  # the fastest of the screening
 FINAL_MARGIN = 0.05
+THROTTLED = 0.75  # of the first round's clock
+THROTTLE_REST_S, MAX_DROPPED_ROUNDS = 0.2, 10
 _MAX_COPIES = 16
 _MAX_LAUNCHES = 1000
 
@@ -311,13 +313,29 @@ def _timed(trial: Trial) -> float:
     return time.monotonic() - start
 
 
-def finals(trials: Sequence[Trial], rounds: int = FINAL_ROUNDS, rng: random.Random | None = None) -> list[Timing]:
-    """Times all trials in turn, in random order within each round, so that drift meets all of them alike."""
+def finals(
+    trials: Sequence[Trial],
+    rounds: int = FINAL_ROUNDS,
+    rng: random.Random | None = None,
+    clock_mhz: Callable[[], int | None] = lambda: None,
+) -> list[Timing]:
+    """Times all trials in turn, in random order within each round, so that drift meets all of them alike.
+
+    A round that ends at less than 75 % of the first one's clock is dropped and played again after a rest, a few times.
+    """
     rng = rng or random.Random(0)
     samples: list[list[float]] = [[] for _ in trials]
     order = list(range(len(trials)))
-    for _ in range(rounds):
+    first_clock, dropped = None, 0
+    while trials and len(samples[0]) < rounds:
         rng.shuffle(order)
-        for i in order:
-            samples[i].append(trials[i]())
+        played = {i: trials[i]() for i in order}
+        clock = clock_mhz()
+        first_clock = first_clock or clock
+        if clock and first_clock and clock < THROTTLED * first_clock and dropped < MAX_DROPPED_ROUNDS:
+            dropped += 1
+            time.sleep(THROTTLE_REST_S)
+            continue
+        for i, sample in played.items():
+            samples[i].append(sample)
     return [Timing(tuple(s)) for s in samples]

@@ -17,6 +17,8 @@ from autodispatch.problem import Problem
 from autodispatch.reference import Check
 from autodispatch.variants import Candidate, Executable
 
+_FASTEST_READ = 0.8  # of the time that the memory's peak bandwidth gives
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -101,7 +103,9 @@ class LocalRunner(Runner):
             if check.status == "ok":
                 self.bench.heat_up()
                 trial = self._trials[candidate] = self.bench.trial(executable)
-                return self._outcome(executable, check, benchmark.screen(trial, best_us))
+                timing = benchmark.screen(trial, best_us)
+                check = self._implausible(timing) or self.bench.check(executable)  # once more, after many launches
+                return self._outcome(executable, check, timing if check.status == "ok" else None)
         except MemoryError as cause:
             check = Check("out_of_memory", str(cause))
         except Exception as cause:
@@ -118,10 +122,14 @@ class LocalRunner(Runner):
             if candidate not in self._trials:  # screened by another process, or in an earlier tuning
                 self._trials[candidate] = self.bench.trial(self.build(candidate))
         self.bench.heat_up()
-        timings = benchmark.finals([self._trials[c] for c in candidates], rounds)
+        timings = benchmark.finals([self._trials[c] for c in candidates], rounds, clock_mhz=self._clock_mhz)
         return [
             self._outcome(self.build(c), Check("ok"), timing) for c, timing in zip(candidates, timings, strict=True)
         ]
+
+    def _clock_mhz(self) -> int | None:
+        reading = self.bench.reading()
+        return reading.sm_clock_mhz if reading else None
 
     def build(self, candidate: Candidate) -> Executable:
         """The candidate's executable, when it is built."""
@@ -129,6 +137,16 @@ class LocalRunner(Runner):
             return self._builds[candidate].result()
         assert self._problem is not None
         return candidate.executable(self._problem, self.device)
+
+    def _implausible(self, timing: Timing) -> Check | None:
+        """A failure where the weights cannot have been read in that time."""
+        assert self._problem is not None
+        nbytes = 2 * self._problem.n * self._problem.k * self._problem.item_bytes
+        least_us = _FASTEST_READ * nbytes / self.device.bandwidth * 1e6 if self.device.bandwidth else 0.0
+        if timing.median > least_us:
+            return None
+        reason = f"{timing.median:.3g} us per launch: reading the weights alone takes {least_us:.3g} us"
+        return Check("launch_failed", f"{reason}, so that it cannot have run")
 
     def unload(self) -> None:
         if self._pool is not None:

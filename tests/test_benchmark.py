@@ -113,3 +113,14 @@ def test_scratch_memory_that_could_not_be_had_is_not_used() -> None:
         bench._workspace(SimpleNamespace(workspace_bytes=10**10))  # type: ignore[arg-type]
     assert bench._workspace(SimpleNamespace(workspace_bytes=100)) is small  # type: ignore[arg-type]
     assert bench._scratch_bytes == small.nbytes
+
+
+def test_rounds_on_a_throttled_clock_are_played_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "THROTTLE_REST_S", 0.0)
+    clocks = iter([1900, 1300, 1000, 1890, 1500])
+    times = iter([1.0, 99.0, 99.0, 2.0, 3.0])
+    (timing,) = finals([lambda: next(times)], 3, clock_mhz=lambda: next(clocks))
+    assert timing.samples == (1.0, 2.0, 3.0)
+    slow = iter([2000] + [500] * 1000)
+    (timing,) = finals([lambda: 1.0], 5, clock_mhz=lambda: next(slow))
+    assert len(timing.samples) == 5

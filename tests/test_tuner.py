@@ -18,7 +18,7 @@ from autodispatch.runner import LocalRunner
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Progress, Tuner
 from autodispatch.variants import Registry
-from tests.fakes import FakeVariant, FakeWorkbench, registry_of
+from tests.fakes import H200, FakeVariant, FakeWorkbench, like, registry_of
 
 PROBLEM = Problem(64, 64, 64, "float32")
 CPU = cpu_device()
@@ -241,6 +241,39 @@ def test_inputs_that_do_not_fit_are_an_error_that_a_caller_expects(store: Tuning
         subject.tune(PROBLEM)
 
 
+def checked(subject: Tuner) -> list[str]:
+    """The names of the fakes that were tried, in order."""
+    log = subject._runner.bench.log  # type: ignore[attr-defined]
+    return list(dict.fromkeys(line.removeprefix("check ") for line in log if line.startswith("check")))
+
+
+def test_a_time_in_which_the_weights_cannot_have_been_read_is_a_failure(store: TuningStore) -> None:
+    device = like(H200, bandwidth=4e12)
+    problem = Problem(16, 8192, 8192, "float32")  # at least 134 us
+    runner = LocalRunner(FakeWorkbench(device))
+    variants = [FakeVariant("skips", speeds=(20,)), FakeVariant("works", speeds=(200,))]
+    for variant in variants:
+        variant.kind = "cuda"
+    decision = Tuner(store, runner, Registry(registry_of(*variants))).tune(problem)
+    assert leader(store, decision).variant == "works"
+    record = next(r for r in store.measurements() if r.variant == "skips")
+    assert (record.status, record.median_us) == ("launch_failed", None)
+    assert "it cannot have run" in record.reason
+
+
+def test_a_result_that_is_wrong_after_many_launches_is_found(store: TuningStore) -> None:
+    class Tiring(FakeWorkbench):
+        def check(self, executable: Any) -> Check:
+            before = self.log.count(f"check {executable.name}")
+            found = super().check(executable)
+            return Check("wrong_result", "tired") if executable.name == "tires" and before else found
+
+    variants = [FakeVariant("tires", speeds=(1,)), FakeVariant("lasts", speeds=(10,))]
+    decision = Tuner(store, LocalRunner(Tiring(CPU)), Registry(registry_of(*variants))).tune(PROBLEM)
+    assert leader(store, decision).variant == "lasts"
+    assert by_variant(store, "screen")["tires"].reason == "tired"
+
+
 def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
     checks = {"wrong": Check("wrong_result", "as the test says", 0.5, 3.0), "large": MemoryError("too large")}
     every = ["wrong", "large", "right"]
@@ -248,7 +281,7 @@ def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(sto
         variants = [FakeVariant(n, speeds=(i + 1,), digest=digest) for i, n in enumerate(every)]
         subject = tuner(store, *variants, checks=checks)
         assert leader(store, subject.tune(PROBLEM)).variant == "right"
-        assert [line for line in subject._runner.bench.log if "check" in line] == [f"check {n}" for n in tried]  # type: ignore[attr-defined]
+        assert checked(subject) == tried
 
 
 def test_a_tuning_that_did_not_come_to_its_end_goes_on_where_it_stopped(store: TuningStore) -> None:
@@ -257,12 +290,11 @@ def test_a_tuning_that_did_not_come_to_its_end_goes_on_where_it_stopped(store: T
     assert not first.complete
     subject = tuner(store, *variants)
     second = subject.tune(PROBLEM)
-    checked = [line for line in subject._runner.bench.log if "check" in line]  # type: ignore[attr-defined]
-    assert checked == [f"check v{i}" for i in range(1, 5)]
+    assert checked(subject) == [f"v{i}" for i in range(1, 5)]
     assert second.complete
     again = tuner(store, *variants)
     again.tune(PROBLEM)
-    assert len([line for line in again._runner.bench.log if "check" in line]) == 5  # type: ignore[attr-defined]
+    assert len(checked(again)) == 5
 
 
 def test_all_that_cannot_be_told_apart_are_stored_and_the_incumbent_stays(store: TuningStore) -> None:
