@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shlex
 import sys
 import time
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +23,10 @@ from rich.table import Table
 from autodispatch import exchange, report
 from autodispatch.benchmark import workbench
 from autodispatch.compiler import nvrtc_file
-from autodispatch.device import environment
+from autodispatch.device import cuda_devices, environment
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, VerificationError
+from autodispatch.fleet import tune_side_by_side
 from autodispatch.layers import Layers
 from autodispatch.options import (
     Alignment,
@@ -75,7 +78,7 @@ def demo(device: Device = "auto", database: Database = None) -> None:
         problems = [Problem(m, 2048, 512, "float32") for m in (1, 64, 512)]
     console.print(f"Device: {chosen.name} ({chosen.key})")
     store = TuningStore(settings.database)  # an error here, rather than results that are lost
-    if _tune(store, runner_for(chosen), problems, "quick", None, quiet=False):
+    if _tune(store, [runner_for(chosen)], problems, "quick", None, quiet=False):
         raise typer.Exit(1)
     store.close()
     dispatcher = Dispatcher(settings)
@@ -142,7 +145,9 @@ def tune(
         float | None, typer.Option(min=0, help="Seconds per problem after which no candidate is begun.")
     ] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Tune what calls asked for and did not find.")] = False,
-    device: Device = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda:INDEX, or all: every GPU, side by side.")
+    ] = "auto",
     database: Database = None,
     isolate: Annotated[
         bool, typer.Option("--isolate/--no-isolate", help="Try candidates in a process of their own, or in this one.")
@@ -154,7 +159,7 @@ def tune(
     """Measures the candidates for each shape and stores what is fastest. What is finished survives an interruption."""
     if effort not in ("quick", "full"):
         raise typer.BadParameter(f"must be quick or full (got {effort!r})", param_hint="--effort")
-    chosen = device_of(device)
+    chosen = device_of("auto" if device == "all" else device)
     store = TuningStore(settings_of(database).database)  # an error here, rather than results that are lost
     if misses:
         problems = missed_problems(store, chosen)
@@ -168,11 +173,13 @@ def tune(
         for plan in [] if as_json else plans:
             console.print(report.plan_table(plan))
         return
-    failed = _tune(store, runner_for(chosen, isolate), problems, effort, budget, quiet=quiet or as_json)
+    every = cuda_devices() if device == "all" else [chosen]
+    runners = [runner_for(d, isolate) for d in every]
+    failed = _tune(store, runners, problems, effort, budget, quiet=quiet or as_json)
     if as_json:
-        rows = report.decisions(Layers([("user", store)]), Registry(), chosen.key)
-        tuned = {str(p) for p in problems}
-        console.print_json(json.dumps([row for row in rows if row["problem"] in tuned]))
+        wanted = {(d.key, str(p)) for d in every for p in problems}
+        rows = report.decisions(Layers([("user", store)]), Registry())
+        console.print_json(json.dumps([row for row in rows if (row["device"], row["problem"]) in wanted]))
     store.close()
     if failed:
         raise typer.Exit(1)
@@ -318,35 +325,45 @@ def import_(
 
 
 def _tune(
-    store: TuningStore, runner: Runner, problems: list[Problem], effort: str, budget: float | None, *, quiet: bool
+    store: TuningStore,
+    runners: Sequence[Runner],
+    problems: list[Problem],
+    effort: str,
+    budget: float | None,
+    *,
+    quiet: bool,
 ) -> int:
-    """Tunes the problems with a progress bar; returns how many failed, each with a message."""
-    failed = 0
-    with closing(runner), progress_bar(messages, quiet) as listener:
-        tuner = Tuner(store, runner, command=_command(), listener=listener)
-        for number, problem in enumerate(problems, start=1):
-            start = time.monotonic()
-            try:
-                decision = tuner.tune(problem, effort=effort, budget_s=budget)
-            except AutodispatchError as cause:
-                failed += 1
-                messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)
-                continue
-            except KeyboardInterrupt:
-                messages.print("interrupted; what was finished is stored")
-                raise typer.Exit(130) from None
-            leader = store.measurement(decision.leader)
-            if leader is not None and leader.median_us is not None and not quiet:
-                name = f"{leader.variant} {report.short_config(leader.config)}"
-                rate = report.rate(problem, leader.median_us)
-                line = f"[{number}/{len(problems)}] {problem}: {name}, {leader.median_us:.1f} us, {rate}"
-                messages.print(
-                    f"{line} (tuned in {time.monotonic() - start:.1f} s)",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
-    return failed
+    """Tunes the problems on each kind of device with a progress bar; returns how many failed, each with a message."""
+    failed, done = [], itertools.count(1)
+    total = len(problems) * len({r.device.key for r in runners})
+
+    def tune_one(tuner: Tuner, problem: Problem) -> None:
+        start = time.monotonic()
+        try:
+            decision = tuner.tune(problem, effort=effort, budget_s=budget)
+        except AutodispatchError as cause:
+            failed.append(problem)
+            messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)
+            return
+        leader = store.measurement(decision.leader)
+        if leader is not None and leader.median_us is not None and not quiet:
+            name = f"{leader.variant} {report.short_config(leader.config)}"
+            rate = report.rate(problem, leader.median_us)
+            line = f"[{next(done)}/{total}] {problem}: {name}, {leader.median_us:.1f} us, {rate}"
+            took = f"(tuned in {time.monotonic() - start:.1f} s)"
+            messages.print(f"{line} {took}", highlight=False, markup=False, soft_wrap=True)
+
+    with ExitStack() as stack:
+        for runner in runners:
+            stack.callback(runner.close)
+        listener = stack.enter_context(progress_bar(messages, quiet))
+        tuners = [Tuner(store, runner, command=_command(), listener=listener) for runner in runners]
+        try:
+            tune_side_by_side(tuners, runners, problems, tune_one)
+        except KeyboardInterrupt:
+            messages.print("interrupted; what was finished is stored")
+            raise typer.Exit(130) from None
+    return len(failed)
 
 
 def _existing(database: Path | None) -> TuningStore:

@@ -150,6 +150,14 @@ def cuda_count() -> int:
         return 0
 
 
+def cuda_devices() -> list[DeviceInfo]:
+    """Every GPU. Raises DeviceError where there is none."""
+    count = cuda_count()
+    if count == 0:
+        raise DeviceError("there must be a GPU (got none)")
+    return [cuda_device(index) for index in range(count)]
+
+
 def default_device() -> DeviceInfo:
     """The current CUDA device, or the CPU where there is none."""
     if cuda_count() == 0:

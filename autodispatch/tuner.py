@@ -86,6 +86,10 @@ class Tuner:
         self._session: str | None = None
         self._versions: EnvironmentRecord | None = None
 
+    @property
+    def device(self) -> DeviceInfo:
+        return self._device
+
     def tune(self, problem: Problem, *, effort: str = "quick", budget_s: float | None = None) -> DecisionRecord:
         """Measures the candidates of a problem, stores every measurement as it is made, and stores the decision.
 
