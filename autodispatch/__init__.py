@@ -15,6 +15,7 @@ from typing import Any
 _NAMES = {
     "Dispatcher": "dispatcher",
     "Explanation": "explanation",
+    "autotune": "dispatcher",
     "configure": "dispatcher",
     "explain": "dispatcher",
     "run": "dispatcher",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from autodispatch import arrays, exchange, explanation, resources
 from autodispatch.arrays import CupyFamily, Family, Settlement, describe, family_of
@@ -38,6 +40,9 @@ from autodispatch.selection import Origin, Selection, selections
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.variants import Call, Candidate, Executable, Registry
+
+if TYPE_CHECKING:
+    from autodispatch.tuner import Progress
 
 _log = logging.getLogger("autodispatch")
 
@@ -71,6 +76,7 @@ class Dispatcher:
         self._missed: set[tuple[Any, ...]] = set()
         self._tuned: set[tuple[str, Problem]] = set()
         self._captured: list[Any] = []
+        self._listener: Callable[[Progress], None] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -267,7 +273,9 @@ class Dispatcher:
 
         self._tuned.add((device.key, problem))
         runner = LocalRunner(workbench(device))
-        tuner = Tuner(store, runner, self._registry, command=f"run in mode {self.settings.mode}")
+        tuner = Tuner(
+            store, runner, self._registry, listener=self._listener, command=f"run in mode {self.settings.mode}"
+        )
         try:
             tuner.tune(problem, effort=self.settings.effort)
         except DeviceError:
@@ -373,3 +381,18 @@ def configure(settings: Settings) -> None:
     """Gives the process's own dispatcher other settings, and forgets what it had planned and opened."""
     _default.close()
     _default._settings = settings
+
+
+@contextmanager
+def autotune(effort: str = "quick", listener: Callable[[Progress], None] | None = None) -> Iterator[None]:
+    """Within it, a call of `run` that finds its problem untuned tunes it first, and remembers. `listener` hears of
+    every step of that; of a call that finds its problem tuned it hears nothing. Not for several threads at once.
+    """
+    before = _default.settings
+    configure(replace(before, mode="tune", effort=effort))
+    _default._listener = listener
+    try:
+        yield
+    finally:
+        _default._listener = None
+        configure(before)

@@ -323,3 +323,20 @@ def test_what_a_graph_capture_uses_is_kept_and_what_the_caller_gave_is_not(
     (copy,) = copies
     np.testing.assert_array_equal(copy, reverse)
     assert not np.shares_memory(copy, a)
+
+
+def test_within_autotune_a_call_tunes_what_it_finds_untuned_and_only_then(settings: Settings) -> None:
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=s).astype(np.float32) for s in ((4, 8), (8, 16), (8, 16))]
+    module.configure(settings)
+    heard: list[Any] = []
+    with module.autotune(listener=heard.append):
+        module.run(*arrays)
+        steps = len(heard)
+        module.run(*arrays)
+    assert steps == len(heard) > 0
+    assert module.explain(*arrays).selection.origin is Origin.TUNED
+    other = [a[:2] if a is arrays[0] else a for a in arrays]
+    module.run(*other)
+    assert len(heard) == steps
+    assert module._default.settings == settings
