@@ -34,7 +34,7 @@ MIN_FINALISTS, MAX_FINALISTS = 4, 8  # the fastest of the screening
 FINAL_MARGIN = 0.05
 THROTTLED = 0.75  # of the first round's clock
 THROTTLE_REST_S, MAX_DROPPED_ROUNDS = 0.2, 10
-_MAX_COPIES = 16
+MAX_COPIES = 16
 _MAX_LAUNCHES = 1000
 
 
@@ -195,7 +195,7 @@ class CudaWorkbench(Workbench):
     def _number_of_copies(self, problem: Problem) -> int:
         wanted = int(-(-5 * self.device.l2_bytes // max(problem.bytes_moved, 1))) + 1
         free = self._cupy.cuda.runtime.memGetInfo()[0] // 2
-        return int(max(1, min(_MAX_COPIES, max(2, wanted), free // max(problem.bytes_moved, 1))))
+        return int(max(1, min(MAX_COPIES, max(2, wanted), free // max(problem.bytes_moved, 1))))
 
     def unload(self) -> None:
         self._checker, self._copies, self._scratch = None, [], None
@@ -227,6 +227,7 @@ class CudaWorkbench(Workbench):
     def trial(self, executable: Executable) -> Trial:
         assert self._checker is not None
         with on_device(self.device.index), self._stream:
+            executable.prepare()
             memory = self._workspace(executable)
             calls = [Call(operands, memory.ptr, self._handle) for operands in self._copies]
             graph = self._graph(executable, calls, 5)

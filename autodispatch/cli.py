@@ -161,8 +161,11 @@ def tune(
         raise typer.BadParameter(f"must be quick or full (got {effort!r})", param_hint="--effort")
     chosen = device_of("auto" if device == "all" else device)
     store = TuningStore(settings_of(database).database)  # an error here, rather than results that are lost
+    every = cuda_devices() if device == "all" else [chosen]
     if misses:
-        problems = missed_problems(store, chosen)
+        if shape or ms or hf_config:
+            raise typer.BadParameter("the shapes are those that were missed", param_hint="--misses")
+        problems = list(dict.fromkeys(p for d in every for p in missed_problems(store, d)))
     else:
         problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     if dry_run:
@@ -173,11 +176,10 @@ def tune(
         for plan in [] if as_json else plans:
             console.print(report.plan_table(plan))
         return
-    every = cuda_devices() if device == "all" else [chosen]
     runners = [runner_for(d, isolate) for d in every]
     failed = _tune(store, runners, problems, effort, budget, quiet=quiet or as_json)
     if as_json:
-        wanted = {(d.key, str(p)) for d in every for p in problems}
+        wanted = {(d.key, str(p)) for d in every for p in problems if p not in failed}
         rows = report.decisions(Layers([("user", store)]), Registry())
         console.print_json(json.dumps([row for row in rows if (row["device"], row["problem"]) in wanted]))
     store.close()
@@ -332,9 +334,10 @@ def _tune(
     budget: float | None,
     *,
     quiet: bool,
-) -> int:
-    """Tunes the problems on each kind of device with a progress bar; returns how many failed, each with a message."""
-    failed, done = [], itertools.count(1)
+) -> list[Problem]:
+    """Tunes the problems on each kind of device with a progress bar; returns those that failed, each with a message."""
+    failed: list[Problem] = []
+    done = itertools.count(1)
     total = len(problems) * len({r.device.key for r in runners})
 
     def tune_one(tuner: Tuner, problem: Problem) -> None:
@@ -363,7 +366,7 @@ def _tune(
         except KeyboardInterrupt:
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None
-    return len(failed)
+    return failed
 
 
 def _existing(database: Path | None) -> TuningStore:

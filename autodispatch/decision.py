@@ -50,17 +50,16 @@ class Verdict:
 def decide(finalists: Sequence[Finalist]) -> Verdict:
     """Picks by a fixed rule. Tied with the fastest is whose interval of the gain holds 0 or whose gain is below 1 %.
 
-    The incumbent stays while it is tied. Else the default stays unless the fastest gains over 2 %. Else, among the
-    tied, the smaller error (to two digits), less workspace, then the name decide: nothing that depends on the clock.
+    The incumbent stays unless the fastest gains over 2 %; without one, so does the default. Else, among the tied, the
+    smaller error (to two digits), less workspace, then the name decide: nothing that depends on the clock.
     """
     fastest = min(finalists, key=lambda f: (f.median, f.name))
     ties = tuple(sorted((f for f in finalists if _tied(f, fastest)), key=lambda f: (f.median, f.name)))
-    incumbent = next((f for f in ties if f.is_incumbent), None)
-    if incumbent is not None:
-        return Verdict(incumbent, ties, "decided before, and still not slower than any")
+    incumbent = next((f for f in finalists if f.is_incumbent), None)
     default = next((f for f in finalists if f.is_default), None)
-    if default is not None and default is not fastest and gain(default, fastest).median <= WORTH_LEAVING:
-        return Verdict(default, ties, f"the default, and none is over {WORTH_LEAVING:.0%} faster")
+    for place, holder in (("decided before", incumbent), ("the default", default)):
+        if holder is not None and gain(holder, fastest).median <= WORTH_LEAVING:
+            return Verdict(holder, ties, f"{place}, and none is over {WORTH_LEAVING:.0%} faster")
     pick = min(ties, key=lambda f: (float(f"{f.relative_error:.1e}"), f.workspace_bytes, f.name))
     return Verdict(pick, ties, "the fastest" if len(ties) == 1 else f"one of {len(ties)} that cannot be told apart")
 

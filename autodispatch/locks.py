@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 try:
     import fcntl
@@ -20,12 +20,22 @@ _log = logging.getLogger("autodispatch")
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock file; without one where the system has no flock. The system gives it back when the process ends."""
-    with path.open("w") as file:
-        if fcntl is not None and not _taken_at_once(file):
-            _log.info("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Holds a lock file, which is never written and may belong to another user. The system gives it back when the
+    process ends. Where there is no flock, or the file cannot be had, a warning is all there is.
+    """
+    try:
+        fd = _open(path)
+    except OSError as cause:
+        _log.warning("%s cannot be locked (%s); going on without", path, cause)
         yield
+        return
+    try:
+        if fcntl is not None and not _taken_at_once(fd):
+            _log.info("waiting for another process that holds %s", path)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -35,19 +45,28 @@ def timing_on(uuid: str) -> Iterator[None]:
         yield
         return
     folder = Path(tempfile.gettempdir()) / "autodispatch-locks"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{uuid}.lock"
-    with contextlib.suppress(OSError):  # that other users made and opened to all
+    with contextlib.suppress(OSError):  # it is there, or exclusive() will say what is wrong
+        folder.mkdir()
         folder.chmod(0o1777)
-        path.touch()
-        path.chmod(0o666)
-    with exclusive(path):
+    with exclusive(folder / f"{uuid}.lock"):
         yield
 
 
-def _taken_at_once(file: IO[str]) -> bool:
+def _open(path: Path) -> int:
+    """The lock file for reading, made for all users if it is not there. A link is refused."""
+    follow = getattr(os, "O_NOFOLLOW", 0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | follow, 0o644)
+    except FileExistsError:
+        return os.open(path, os.O_RDONLY | follow)
+    return fd
+
+
+def _taken_at_once(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    except OSError as cause:  # a file system without locks
+        _log.warning("there are no locks here (%s); going on without", cause)
     return True

@@ -7,7 +7,7 @@ import json
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
@@ -173,6 +173,12 @@ class DecisionRecord(ProblemRecord):
     complete: bool = True
     session_id: str = Field(max_length=64)
     decided_at: str = Field(max_length=40)
+
+    @model_validator(mode="after")
+    def _ties_are_finalists(self) -> DecisionRecord:
+        if not set(self.ties) <= set(self.finalists):
+            raise ValueError("ties must be among the finalists")
+        return self
 
     @field_validator("complete", mode="before")
     @classmethod

@@ -151,7 +151,13 @@ def _usable(
         return None
     if not candidate.is_legal(problem, device):
         return None
-    reason = f"measured {measurement.median_us:.1f} us, the fastest of {len(decision.finalists)} finalists"
+    if decision.leader not in decision.ties:
+        standing = (
+            "hardly slower than the fastest" if decision.ties else "the fastest"
+        )  # the default, or an older record
+    else:
+        standing = "the fastest" if len(decision.ties) == 1 else f"one of {len(decision.ties)} fastest"
+    reason = f"measured {measurement.median_us:.1f} us, {standing} of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:
         reason += f" at m = {decision.m}, the nearest tuned m"
     return Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)

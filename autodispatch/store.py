@@ -141,11 +141,8 @@ class TuningStore:
                 f"{self.path} must have schema version {SCHEMA_VERSION} or older (got {version}); "
                 "use the version of autodispatch that wrote it, or a newer one"
             )
-        if self.read_only and version < SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} must have schema version {SCHEMA_VERSION} to be read without writing (got {version}); "
-                "import it into your own database instead"
-            )
+        if self.read_only and version < 1:  # columns that older versions lack have defaults
+            raise StoreError(f"{self.path} must have a schema to be read without writing (got version {version})")
 
     def _migrate(self, db: Database) -> None:
         with self._transaction(db):

@@ -103,16 +103,29 @@ class Tuner:
         self._runner.require()
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
-        known = self._known(problem, candidates)
-        with timing_on(self._device.uuid), self._loaded(problem, [c for c in candidates if c not in known]):
-            results = self._screen(problem, candidates, deadline, known)
-            good = [r for r in results if r.timing is not None]
-            if not good:
-                reasons = "; ".join(f"{r.candidate}: {r.check.status} {r.check.reason}" for r in results[:5])
-                raise AutodispatchError(
-                    f"some candidate must be right for {problem} (got none of {len(results)}: {reasons})"
-                )
-            return self._finals(problem, self._finalists(problem, good), len(results) == len(candidates))
+        incumbent = self._incumbent(problem)
+        if incumbent is not None and incumbent not in candidates:
+            candidates.insert(0, incumbent)
+        with timing_on(self._device.uuid):
+            known = self._known(problem, candidates)  # what another process measured while this one waited, too
+            with self._loaded(problem, [c for c in candidates if c not in known]):
+                results = self._screen(problem, candidates, deadline, known)
+                return self._conclude(problem, results, incumbent, len(results) == len(candidates))
+
+    def _conclude(
+        self, problem: Problem, results: list[Result], incumbent: Candidate | None, complete: bool
+    ) -> DecisionRecord:
+        """Plays the finals between what came through the screening."""
+        good = [r for r in results if r.timing is not None]
+        if not good:
+            reasons = "; ".join(f"{r.candidate}: {r.check.status} {r.check.reason}" for r in results[:5])
+            raise AutodispatchError(
+                f"some candidate must be right for {problem} (got none of {len(results)}: {reasons})"
+            )
+        try:
+            return self._finals(problem, self._finalists(problem, good, incumbent), incumbent, complete)
+        except MemoryError as cause:
+            raise AutodispatchError(f"the finals of {problem} must fit into memory ({cause})") from cause
 
     def survey(self, problem: Problem, candidates: Sequence[Candidate] | None = None, rounds: int = 10) -> list[Result]:
         """Times candidates against each other in interleaved rounds without deciding; fastest first, failures last."""
@@ -143,14 +156,16 @@ class Tuner:
         """What need not be measured again: how a candidate failed with the same kernels and versions, and, where an
         earlier tuning did not come to its end, what it had measured."""
         decision = self._store.decision(self._device.key, problem, self._runner.regime)
-        unfinished = decision is None or not decision.complete
+        since = decision.decided_at if decision is not None and decision.complete else ""
         environment_id = self._environment().id
         records = self._store.screened(self._device.key, problem, self._runner.regime, environment_id, PROTOCOL_VERSION)
         latest = {(r.variant, r.config, r.digest): r for r in records}
         found = {}
         for candidate in candidates:
             record = latest.get((*candidate.key, candidate.variant.digest))
-            if record is not None and (record.status in _LASTING or (unfinished and record.status == "ok")):
+            if record is not None and (
+                record.status in _LASTING or (record.status == "ok" and record.measured_at > since)
+            ):
                 check = Check(record.status, record.reason, record.relative_error, record.max_error)
                 timing = Timing(tuple(record.samples_us)) if record.samples_us else None
                 found[candidate] = Result(candidate, check, timing, record)
@@ -227,9 +242,9 @@ class Tuner:
         self._store.add_measurement(record)
         return Result(candidate, check, timing, record)
 
-    def _finalists(self, problem: Problem, good: list[Result]) -> list[Result]:
+    def _finalists(self, problem: Problem, good: list[Result], incumbent: Candidate | None) -> list[Result]:
         """Those near the best, and the best few in any case, since the card may have throttled between two screenings;
-        the best of each path, the default and the library."""
+        the best of each path, the incumbent, the default and the library."""
 
         def median(result: Result) -> float:
             assert result.timing is not None
@@ -243,7 +258,7 @@ class Tuner:
         finalists = ordered[: min(max(near, benchmark.MIN_FINALISTS), benchmark.MAX_FINALISTS)]
         for path in sorted({r.candidate.variant.path for r in good}):
             finalists.append(next(r for r in ordered if r.candidate.variant.path == path))
-        always = (self._default(problem), self._registry.library(problem, self._device))
+        always = (incumbent, self._default(problem), self._registry.library(problem, self._device))
         finalists += [r for r in ordered if r.candidate in always]
         return list({r.candidate: r for r in finalists}.values())
 
@@ -251,26 +266,34 @@ class Tuner:
         """What a call would run without tuning."""
         return heuristics.rank(self._registry.candidates(problem, self._device), problem, self._device)[0]
 
-    def _incumbent(self, problem: Problem) -> tuple[str, str] | None:
-        """The key of the candidate that an earlier tuning decided on."""
+    def _incumbent(self, problem: Problem) -> Candidate | None:
+        """The candidate that an earlier tuning decided on, if it can still serve."""
         decision = self._store.decision(self._device.key, problem, self._runner.regime)
         record = self._store.measurement(decision.leader) if decision else None
-        return (record.variant, record.config) if record else None
+        try:
+            candidate = self._registry.parse(record.variant, record.config) if record else None
+        except ValueError:  # of another version
+            return None
+        return candidate if candidate is not None and candidate.is_legal(problem, self._device) else None
 
-    def _finals(self, problem: Problem, screened: list[Result], complete: bool) -> DecisionRecord:
+    def _finals(
+        self, problem: Problem, screened: list[Result], incumbent: Candidate | None, complete: bool
+    ) -> DecisionRecord:
         self._listener(Progress(problem, "finals", 0, 1))
         candidates = [r.candidate for r in screened]
         outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
-        default, incumbent = self._default(problem).key, self._incumbent(problem)
+        default = self._default(problem)
         finalists, records = [], {}
         for before, outcome in zip(screened, outcomes, strict=True):
             checked = replace(outcome, check=before.check)
-            key = before.candidate.key
+            candidate = before.candidate
+            key = candidate.key
             records[key] = self._result(problem, before.candidate, checked, "final").record
             assert outcome.timing is not None
             error = before.check.relative_error or 0.0
             samples = outcome.timing.samples
-            finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, key == incumbent, key == default))
+            places = (candidate == incumbent, candidate == default)
+            finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
         verdict = decide(finalists)
         leader = records[verdict.pick.name]
         others = [r for r in records.values() if r is not leader]

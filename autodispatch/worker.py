@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,6 +23,7 @@ from typing import Any
 from autodispatch.benchmark import workbench
 from autodispatch.device import DeviceInfo, cpu_device, cuda_device
 from autodispatch.errors import AutodispatchError, DeviceError
+from autodispatch.heuristics import predict
 from autodispatch.problem import Problem
 from autodispatch.reference import Check
 from autodispatch.runner import LocalRunner, Outcome, Runner
@@ -31,6 +34,7 @@ LOAD_LIMIT_S = 300.0  # the inputs and the reference of a problem, the start of 
 BUILD_LIMIT_S = 120.0  # a candidate's kernels
 RUN_LIMIT_S = 60.0  # its check and timing, or the rounds of the finals for each finalist
 _GRACE_S = 2.0
+_PREDICTED_LAUNCHES = 300  # of a candidate's check, timing or finals, with room for a model that is far off
 _START = "import sys; from autodispatch.worker import main; main(sys.argv[1:])"
 
 
@@ -80,6 +84,7 @@ class WorkerRunner(Runner):
         self._connection: Connection | None = None
         self._problem: Problem | None = None
         self._builds_ahead = True
+        self._closed = False
 
     def require(self) -> None:
         self._ask("require", limit_s=self._limits[0])
@@ -89,41 +94,48 @@ class WorkerRunner(Runner):
         self._ask("load", problem, [c.key for c in candidates], limit_s=self._limits[0])
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+        self._ensure_loaded()
+        request = "build"
         try:
-            return self._screen(candidate, best_us)
+            self._ask("build", candidate.key, limit_s=self._limits[1])
+            request = "screen"
+            outcome: Outcome = self._ask("screen", candidate.key, best_us, limit_s=self._run_limit_s([candidate]))
         except WorkerGoneError as gone:
-            if gone.status == "crashed" and self._builds_ahead:
+            if self._builds_ahead and (request == "build" or gone.status == "crashed"):
                 # it may have been another candidate's build; from now on there is one at a time
-                self._builds_ahead = False
                 return self.screen(candidate, best_us)
             return Outcome(Check(gone.status, str(gone)))
         except DeviceError as cause:
             self._end()
             return Outcome(Check("launch_failed", str(cause)))
-
-    def _screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
-        self._ensure_loaded()
-        self._ask("build", candidate.key, limit_s=self._limits[1])
-        outcome: Outcome = self._ask("screen", candidate.key, best_us, limit_s=self._limits[2])
         return outcome
 
     def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
-        limit_s = self._limits[1] + self._limits[2] * len(candidates)
+        limit_s = self._limits[1] + self._run_limit_s(candidates)
+        self._ensure_loaded()
         try:
-            self._ensure_loaded()
             outcomes: list[Outcome] = self._ask("finals", [c.key for c in candidates], rounds, limit_s=limit_s)
-        except DeviceError:
+        except Exception:  # what it leaves behind is not to be trusted
             self._end()
             raise
         return outcomes
 
+    def _run_limit_s(self, candidates: Sequence[Candidate]) -> float:
+        """Seconds for launches by the dozen, of which the cost model knows roughly how long each takes."""
+        assert self._problem is not None
+        predicted = sum(predict(c, self._problem, self.device).total for c in candidates)
+        return self._limits[2] * len(candidates) + _PREDICTED_LAUNCHES * predicted
+
     def unload(self) -> None:
         self._problem = None
         if self._process is not None:
-            with contextlib.suppress(WorkerGoneError):
+            try:
                 self._ask("unload", limit_s=self._limits[0])
+            except AutodispatchError:
+                self._end()
 
     def close(self) -> None:
+        self._closed = True
         if self._connection is not None:
             self._connection.close()  # the worker ends when nobody is there to ask
             self._connection = None
@@ -136,7 +148,10 @@ class WorkerRunner(Runner):
         """After a worker is gone, another one takes up the problem."""
         if self._process is None and self._problem is not None:
             self._builds_ahead = False
-            self._ask("load", self._problem, [], limit_s=self._limits[0])
+            try:
+                self._ask("load", self._problem, [], limit_s=self._limits[0])
+            except MemoryError as cause:
+                raise AutodispatchError(f"another worker must have memory for {self._problem} ({cause})") from cause
 
     def _ask(self, request: str, *arguments: Any, limit_s: float) -> Any:
         """The worker's answer. Raises its exception, or WorkerGoneError when it has none in time."""
@@ -146,7 +161,7 @@ class WorkerRunner(Runner):
             answer = (
                 connection.recv()
                 if connection.poll(limit_s)
-                else WorkerGoneError("timeout", f"{request}: over {limit_s:g} s")
+                else WorkerGoneError("timeout", f"{request}: over {limit_s:.3g} s")
             )
         except (EOFError, OSError):
             answer = WorkerGoneError("crashed", f"{request}: the worker ended with {self._exit()}")
@@ -162,6 +177,8 @@ class WorkerRunner(Runner):
         return answer
 
     def _connected(self) -> Connection:
+        if self._closed:
+            raise AutodispatchError("the runner is closed")
         if self._connection is None:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -238,7 +255,15 @@ def _portable(error: Exception) -> Exception:
     )
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent is gone, whatever a candidate does meanwhile."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(arguments: Sequence[str]) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     fd, factory, kind, index = arguments
     module, name = factory.split(":")
     with Connection(int(fd)) as connection:

@@ -66,9 +66,18 @@ def test_the_default_is_left_only_for_more_than_two_percent() -> None:
     assert decide([slow, finalist("a", 10.0)]).pick.name[0] == "a"
 
 
-def test_an_incumbent_that_is_not_the_fastest_any_more_goes() -> None:
+@pytest.mark.parametrize("fastest", ["default", "other"])
+def test_whoever_is_there_already_stays_whichever_of_two_equal_ones_the_clock_favours(fastest: str) -> None:
+    default = finalist("z", 10.0 if fastest == "default" else 10.03, is_default=True)
+    other = finalist("a", 10.03 if fastest == "default" else 10.0)
+    assert decide([default, other]).pick is default
+
+
+def test_an_incumbent_goes_for_more_than_two_percent_and_comes_before_the_default() -> None:
     incumbent = finalist("i", 10.4, is_incumbent=True)
     assert decide([incumbent, finalist("a", 10.0)]).pick.name[0] == "a"
+    incumbent, default = finalist("i", 10.12, is_incumbent=True), finalist("d", 10.19, is_default=True)
+    assert decide([default, incumbent, finalist("a", 10.0)]).pick is incumbent
 
 
 def test_one_finalist_is_the_pick() -> None:

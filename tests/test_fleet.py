@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from autodispatch.device import cpu_device
 from autodispatch.errors import DeviceError
 from autodispatch.fleet import tune_side_by_side
 from autodispatch.problem import Problem
@@ -14,16 +15,16 @@ from autodispatch.runner import LocalRunner
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
-from tests.fakes import A100, H200, FakeVariant, FakeWorkbench, like, registry_of
+from tests.fakes import FakeVariant, FakeWorkbench, like, registry_of
 
+CPU = cpu_device()
 PROBLEMS = [Problem(m, 64, 64, "float32") for m in range(1, 13)]
 
 
 def tuners(store: TuningStore) -> list[Tuner]:
-    fake = FakeVariant("any")
-    fake.kind = "cuda"
-    devices = [like(H200, index=0), like(H200, index=1), like(A100, index=2)]
-    return [Tuner(store, LocalRunner(FakeWorkbench(d)), Registry(registry_of(fake))) for d in devices]
+    fakes = Registry(registry_of(FakeVariant("any")))
+    devices = [like(CPU, name=name) for name in ("one kind", "one kind", "another kind")]
+    return [Tuner(store, LocalRunner(FakeWorkbench(d)), fakes) for d in devices]
 
 
 def test_equal_devices_share_the_problems_and_each_kind_of_device_has_all(store: TuningStore) -> None:
@@ -53,7 +54,7 @@ def test_an_error_in_one_thread_ends_all_and_closes_the_runners(store: TuningSto
     def one(tuner: Tuner, problem: Problem) -> None:
         raise DeviceError("gone")
 
-    runners = [Closing(FakeWorkbench(H200))]
+    runners = [Closing(FakeWorkbench(CPU))]
     with pytest.raises(DeviceError, match="gone"):
         tune_side_by_side(tuners(store), runners, PROBLEMS, one)
     assert closed == runners

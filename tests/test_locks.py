@@ -44,3 +44,24 @@ def test_a_process_that_is_killed_gives_the_gpu_back(tmp_path: Path, monkeypatch
     other.wait()
     with timing_on("GPU-1"):
         pass
+
+
+def test_a_lock_that_another_user_made_serves_and_a_link_is_never_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with timing_on("GPU-1"):
+        pass
+    lock = tmp_path / "autodispatch-locks" / "GPU-1.lock"
+    lock.chmod(0o444)
+    with timing_on("GPU-1"):
+        pass
+    assert not warnings_logged.records
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    lock.unlink()
+    lock.symlink_to(victim)
+    with timing_on("GPU-1"):
+        pass
+    assert victim.read_text() == "precious"
+    assert "going on without" in warnings_logged.text
