@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from autodispatch import exchange, report
+from autodispatch import maintenance, report
 from autodispatch.benchmark import workbench
 from autodispatch.compiler import nvrtc_file
 from autodispatch.device import cuda_devices, environment
@@ -28,6 +27,7 @@ from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, VerificationError
 from autodispatch.fleet import tune_side_by_side
 from autodispatch.layers import Layers
+from autodispatch.maintenance import console, messages
 from autodispatch.options import (
     Alignment,
     Database,
@@ -64,8 +64,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(width=None if sys.stdout.isatty() else 200)  # a file or pipe gets whole lines
-messages = Console(stderr=True)
+app.add_typer(maintenance.app)
 
 
 @app.command()
@@ -285,47 +284,6 @@ def bench(
         raise VerificationError(f"{len(wrong)} candidates gave a wrong result; the first: {wrong[0]['variant']}")
 
 
-@app.command("export")
-def export_(
-    path: Annotated[Path, typer.Argument(help="Ends in .jsonl for JSON Lines, in .db for SQLite.")],
-    device: Annotated[
-        str | None, typer.Option("--device", help="Only records of this device key (JSON Lines).")
-    ] = None,
-    winners_only: Annotated[
-        bool, typer.Option("--winners-only", help="Only what decisions refer to (JSON Lines).")
-    ] = False,
-    database: Database = None,
-) -> None:
-    """Writes the user's database to a file that another machine can import."""
-    if path.suffix not in (".jsonl", ".db"):
-        raise typer.BadParameter(f"must end in .jsonl or .db (got {path.name!r})", param_hint="PATH")
-    if path.suffix == ".db" and (device or winners_only):
-        raise typer.BadParameter("--device and --winners-only go with .jsonl", param_hint="PATH")
-    store = _existing(database)
-    if path.suffix == ".db":
-        count = exchange.export_sqlite(store, path)
-    else:
-        count = exchange.export_jsonl(store, path, device_key=device, winners_only=winners_only)
-    console.print(f"{count} records written to {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command("import")
-def import_(
-    path: Annotated[Path, typer.Argument(help="A file that export wrote.")],
-    replace_decisions: Annotated[
-        bool, typer.Option("--replace", help="Let imported decisions take the place of your own.")
-    ] = False,
-    database: Database = None,
-) -> None:
-    """Merges a file into the user's database and says what was added, kept and rejected."""
-    store = TuningStore(settings_of(database).database)
-    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions)
-    added = ", ".join(f"{count} {table}" for table, count in outcome.added.items() if count) or "nothing"
-    console.print(f"added: {added}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False)
-    for reason in outcome.rejected[:20]:
-        messages.print(f"rejected: {reason}", highlight=False, markup=False)
-
-
 def _tune(
     store: TuningStore,
     runners: Sequence[Runner],
@@ -367,13 +325,6 @@ def _tune(
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None
     return failed
-
-
-def _existing(database: Path | None) -> TuningStore:
-    path = settings_of(database).database
-    if not path.is_file():
-        raise typer.BadParameter(f"there is no tuning database at {path}", param_hint="--database")
-    return TuningStore(path)
 
 
 def _command() -> str:

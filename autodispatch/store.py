@@ -191,7 +191,8 @@ class TuningStore:
             except sqlite3.Error as cause:
                 raise StoreError(f"{self.path or 'the store in memory'} could not be used ({cause})") from cause
 
-    def _write(self, work: Callable[[Database], T]) -> T:
+    def write(self, work: Callable[[Database], T]) -> T:
+        """Does the work in one transaction. Raises StoreError, also where the store is read-only."""
         if self.read_only:
             raise StoreError(f"{self.path} must be writable (it was opened read-only)")
 
@@ -215,15 +216,15 @@ class TuningStore:
             _insert(db, "environments", environment)
             _insert(db, "sessions", session)
 
-        self._write(work)
+        self.write(work)
 
     def add_measurement(self, record: MeasurementRecord) -> bool:
         """Stores a measurement; False if it is there already. Measurements are never changed."""
-        return self._write(lambda db: _insert(db, "measurements", record))
+        return self.write(lambda db: _insert(db, "measurements", record))
 
     def set_decision(self, record: DecisionRecord) -> None:
         """Stores what was decided for a problem, in place of an earlier decision."""
-        self._write(lambda db: _upsert_decision(db, record))
+        self.write(lambda db: _upsert_decision(db, record))
 
     def add_all(self, records: Sequence[Record], *, replace_decisions: bool = False) -> dict[str, int]:
         """Stores records of any kind in one transaction, in the order given, and counts those that were new.
@@ -243,7 +244,7 @@ class TuningStore:
                     added[table] += _insert(db, table, record)
             return added
 
-        return self._write(work)
+        return self.write(work)
 
     def record_miss(self, device_key: str, problem: Problem) -> None:
         """Counts a problem that a call asked for and no layer knew."""
@@ -254,7 +255,7 @@ class TuningStore:
             f"ON CONFLICT (device_key, {', '.join(_SAME_PROBLEM)}, m) "
             "DO UPDATE SET count = count + 1, last_seen = excluded.last_seen"
         )
-        self._write(lambda db: db.execute(sql, tuple(values.values())))
+        self.write(lambda db: db.execute(sql, tuple(values.values())))
 
     # reading
 

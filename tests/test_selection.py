@@ -162,7 +162,7 @@ def test_a_store_that_fails_is_left_out_with_a_warning(
 
 def test_a_decision_for_a_candidate_that_failed_is_not_used(store: TuningStore) -> None:
     decision = tuned(store)
-    store._write(lambda db: db.execute("UPDATE measurements SET status = 'crashed', median_us = NULL"))
+    store.write(lambda db: db.execute("UPDATE measurements SET status = 'crashed', median_us = NULL"))
     assert store.decision(CPU.key, PROBLEM) == decision
     assert select(PROBLEM, CPU, registry(), Layers([("user", store)])).origin is Origin.HEURISTIC
 

@@ -149,7 +149,7 @@ def test_the_database_refuses_impossible_rows(store: TuningStore) -> None:
     for change in ({"median_us": -1.0}, {"status": "ok", "median_us": None}):
         record = measurement().model_copy(update={"id": "x", **change})
         with pytest.raises(StoreError, match="CHECK"):
-            store._write(lambda db, r=record: db["measurements"].insert({**r.model_dump(), "samples_us": "[]"}))
+            store.write(lambda db, r=record: db["measurements"].insert({**r.model_dump(), "samples_us": "[]"}))
     assert store.counts()["measurements"] == 0
 
 
@@ -423,7 +423,7 @@ def test_a_spoiled_row_is_left_out_with_a_warning(
     filled(store)
     other = Problem(16, 16, 32, "float32")
     filled(store, other)
-    store._write(lambda db: db.execute("UPDATE decisions SET finalists = 'nope' WHERE m = 8"))
+    store.write(lambda db: db.execute("UPDATE decisions SET finalists = 'nope' WHERE m = 8"))
     assert store.decision(CPU.key, PROBLEM) is None
     assert [d.m for d in store.decisions_for_any_m(CPU.key, PROBLEM)] == [16]
     assert "is not a record and is left out" in warnings_logged.text

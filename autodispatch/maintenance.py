@@ -1,0 +1,125 @@
+"""The commands that look after databases and the installation: export, import, prune, clear, doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autodispatch import doctor as examination
+from autodispatch import exchange, pruning
+from autodispatch.options import Database, Json, settings_of
+from autodispatch.store import TuningStore
+from autodispatch.variants import Registry
+
+app = typer.Typer()
+console = Console(width=None if sys.stdout.isatty() else 200)  # a file or pipe gets whole lines
+messages = Console(stderr=True)
+
+
+@app.command("export")
+def export_(
+    path: Annotated[Path, typer.Argument(help="Ends in .jsonl for JSON Lines, in .db for SQLite.")],
+    device: Annotated[
+        str | None, typer.Option("--device", help="Only records of this device key (JSON Lines).")
+    ] = None,
+    winners_only: Annotated[
+        bool, typer.Option("--winners-only", help="Only what decisions refer to (JSON Lines).")
+    ] = False,
+    database: Database = None,
+) -> None:
+    """Writes the user's database to a file that another machine can import."""
+    if path.suffix not in (".jsonl", ".db"):
+        raise typer.BadParameter(f"must end in .jsonl or .db (got {path.name!r})", param_hint="PATH")
+    if path.suffix == ".db" and (device or winners_only):
+        raise typer.BadParameter("--device and --winners-only go with .jsonl", param_hint="PATH")
+    store = existing_store(database)
+    if path.suffix == ".db":
+        count = exchange.export_sqlite(store, path)
+    else:
+        count = exchange.export_jsonl(store, path, device_key=device, winners_only=winners_only)
+    console.print(f"{count} records written to {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(help="A file that export wrote.")],
+    replace_decisions: Annotated[
+        bool, typer.Option("--replace", help="Let imported decisions take the place of your own.")
+    ] = False,
+    database: Database = None,
+) -> None:
+    """Merges a file into the user's database and says what was added, kept and rejected."""
+    store = TuningStore(settings_of(database).database)
+    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions)
+    console.print(
+        f"added: {_counts(outcome.added)}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False
+    )
+    for reason in outcome.rejected[:20]:
+        messages.print(f"rejected: {reason}", highlight=False, markup=False)
+
+
+@app.command()
+def prune(
+    older_than: Annotated[
+        float | None, typer.Option("--older-than", min=0, metavar="DAYS", help="Measured before so many days.")
+    ] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="Of kernels that have changed since.")] = False,
+    has_failed: Annotated[bool, typer.Option("--failed", help="Failures, which are then tried again.")] = False,
+    device: Annotated[str | None, typer.Option("--device", help="Of this device key.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    database: Database = None,
+) -> None:
+    """Drops the measurements that meet all criteria given, and the decisions that they lead."""
+    criteria = pruning.Criteria(older_than, stale, has_failed, device)
+    if criteria.is_empty:
+        raise typer.BadParameter("give at least one of --older-than, --stale, --failed, --device")
+    store = existing_store(database)
+    chosen = pruning.select(store, criteria, Registry())
+    if dry_run:
+        console.print(f"{len(chosen)} measurements would go", highlight=False)
+        return
+    console.print(f"dropped: {_counts(pruning.drop(store, chosen))}", highlight=False)
+
+
+@app.command()
+def clear(database: Database = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+    """Empties the user's database."""
+    store = existing_store(database)
+    if not yes:
+        typer.confirm(f"Drop all of {store.path}?", abort=True)
+    console.print(f"dropped: {_counts(pruning.clear(store))}", highlight=False)
+
+
+@app.command()
+def doctor(database: Database = None, as_json: Json = False) -> None:
+    """What is wrong with this installation, and what mends it. Exit code 1 if something is."""
+    found = examination.examine(settings_of(database))
+    if as_json:
+        console.print_json(json.dumps([asdict(f) for f in found]))
+    else:
+        table = Table("", "what", "how it is", "what mends it")
+        marks = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "error": "[red]error[/red]"}
+        for finding in found:
+            table.add_row(marks[finding.status], finding.name, escape(finding.detail), escape(finding.remedy))
+        console.print(table)
+    if any(f.status == "error" for f in found):
+        raise typer.Exit(1)
+
+
+def _counts(rows: dict[str, int]) -> str:
+    return ", ".join(f"{count} {table}" for table, count in rows.items() if count) or "nothing"
+
+
+def existing_store(database: Path | None) -> TuningStore:
+    path = settings_of(database).database
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no tuning database at {path}", param_hint="--database")
+    return TuningStore(path)
