@@ -1,9 +1,10 @@
-"""The commands that look after databases and the installation: export, import, prune, clear, doctor."""
+"""The commands that look after databases and the installation: export, import, verify, prune, clear, doctor."""
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from autodispatch import doctor as examination
-from autodispatch import exchange, pruning
-from autodispatch.options import Database, Json, settings_of
+from autodispatch import exchange, pruning, verification
+from autodispatch.dispatcher import Dispatcher
+from autodispatch.options import Database, Device, Json, device_of, settings_of
 from autodispatch.store import TuningStore
+from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
+from autodispatch.worker import runner_for
 
 app = typer.Typer()
 console = Console(width=None if sys.stdout.isatty() else 200)  # a file or pipe gets whole lines
@@ -64,6 +68,50 @@ def import_(
     )
     for reason in outcome.rejected[:20]:
         messages.print(f"rejected: {reason}", highlight=False, markup=False)
+
+
+@app.command()
+def verify(
+    count: Annotated[int, typer.Option("--sample", min=1, help="At most so many, spread over all.")] = 10,
+    device: Device = "auto",
+    database: Database = None,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Try candidates in a process of their own, or in this one.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Measures decisions of other machines again on this one, and keeps what holds. Exit code 1 if some does not."""
+    chosen, registry = device_of(device), Registry()
+    layers = Dispatcher(settings_of(database)).layers
+    found = verification.foreign_decisions(layers, chosen, registry)
+    runner = runner_for(chosen, isolate)
+    with closing(runner):
+        tuner = Tuner(layers.user, runner, registry, command="autodispatch verify")
+        verdicts = [verification.verify(tuner, layers.user, f, registry) for f in verification.sample(found, count)]
+    rows = [
+        {
+            "problem": str(v.foreign.problem),
+            "layer": v.foreign.layer,
+            "theirs": str(v.foreign.candidates[0]),
+            "here": str(v.pick),
+            "slowdown": v.slowdown,
+            "holds": v.holds,
+        }
+        for v in verdicts
+    ]
+    if as_json:
+        console.print_json(json.dumps(rows))
+    else:
+        table = Table("problem", "from", "theirs", "here", "theirs / here", "")
+        for v, row in zip(verdicts, rows, strict=True):
+            ratio = f"{v.slowdown:.2f}x" if v.slowdown is not None else ""
+            cells = (str(row[name]) for name in ("problem", "layer", "theirs", "here"))
+            table.add_row(*(escape(c) for c in cells), ratio, "holds" if v.holds else "replaced")
+        console.print(table)
+    agreed = sum(v.holds for v in verdicts)
+    messages.print(f"{agreed} of {len(verdicts)} hold, of {len(found)} that were not measured here", highlight=False)
+    if agreed < len(verdicts):
+        raise typer.Exit(1)
 
 
 @app.command()

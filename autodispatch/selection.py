@@ -128,6 +128,13 @@ def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers
             yield selection
 
 
+def _standing(decision: DecisionRecord) -> str:
+    """How the pick stood in the finals. A record that knows of no ties was decided by the median alone."""
+    if decision.leader in decision.ties and len(decision.ties) > 1:
+        return f"one of the {len(decision.ties)} fastest"
+    return "the fastest" if decision.leader in decision.ties or not decision.ties else "hardly slower than the fastest"
+
+
 def _usable(
     decision: DecisionRecord,
     origin: Origin,
@@ -151,13 +158,7 @@ def _usable(
         return None
     if not candidate.is_legal(problem, device):
         return None
-    if decision.leader not in decision.ties:
-        standing = (
-            "hardly slower than the fastest" if decision.ties else "the fastest"
-        )  # the default, or an older record
-    else:
-        standing = "the fastest" if len(decision.ties) == 1 else f"one of {len(decision.ties)} fastest"
-    reason = f"measured {measurement.median_us:.1f} us, {standing} of {len(decision.finalists)} finalists"
+    reason = f"measured {measurement.median_us:.1f} us, {_standing(decision)} of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:
         reason += f" at m = {decision.m}, the nearest tuned m"
     return Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)

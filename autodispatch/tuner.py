@@ -112,6 +112,16 @@ class Tuner:
                 results = self._screen(problem, candidates, deadline, known)
                 return self._conclude(problem, results, incumbent, len(results) == len(candidates))
 
+    def retime(self, problem: Problem, candidates: Sequence[Candidate]) -> DecisionRecord:
+        """Measures some candidates, of which the first is in place, and stores the decision between them as incomplete.
+
+        Raises AutodispatchError if none was right.
+        """
+        self._runner.require()
+        with timing_on(self._device.uuid), self._loaded(problem, candidates):
+            results = self._screen(problem, candidates, None, {})
+            return self._conclude(problem, results, candidates[0], False)
+
     def _conclude(
         self, problem: Problem, results: list[Result], incumbent: Candidate | None, complete: bool
     ) -> DecisionRecord:

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autodispatch import cli, doctor, pruning
+from autodispatch import cli, doctor, pruning, verification
 from autodispatch.device import cpu_device
 from autodispatch.errors import DeviceError
+from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.pruning import Criteria
 from autodispatch.reference import Check
 from autodispatch.runner import LocalRunner
+from autodispatch.selection import selections
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
@@ -38,7 +40,7 @@ def tuned(store: TuningStore) -> TuningStore:
 def run(*words: str, expect: int = 0, answer: str | None = None) -> str:
     result = CliRunner().invoke(cli.app, list(words), input=answer)
     assert result.exit_code == expect, result.output
-    return result.output
+    return result.stdout if "--json" in words else result.output
 
 
 def test_failures_are_dropped_alone_and_tried_again(tuned: TuningStore) -> None:
@@ -93,6 +95,17 @@ def statuses(settings: Settings) -> dict[str, doctor.Finding]:
     return {f.name: f for f in doctor.examine(settings)}
 
 
+@pytest.fixture
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise DeviceError("CuPy must be importable")
+
+    monkeypatch.setattr(doctor.devices, "import_cupy", missing)
+    monkeypatch.setattr(doctor.devices, "cuda_count", lambda: 0)
+    monkeypatch.setattr(doctor.devices, "cupy_packages", list)
+
+
+@pytest.mark.usefixtures("without_cupy")
 def test_a_sound_installation_has_no_errors(settings: Settings) -> None:
     found = statuses(settings)
     assert {"python", "kernels", "cupy", "your database"} <= found.keys()
@@ -114,15 +127,10 @@ def test_a_damaged_database_and_one_of_a_newer_version_are_found(settings: Setti
     assert "99" in newer.detail
 
 
+@pytest.mark.usefixtures("without_cupy")
 def test_missing_and_doubled_packages_are_named_with_what_mends_them(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing() -> None:
-        raise DeviceError("CuPy must be importable")
-
-    monkeypatch.setattr(doctor.devices, "import_cupy", missing)
-    monkeypatch.setattr(doctor.devices, "cuda_count", lambda: 0)
-    monkeypatch.setattr(doctor.devices, "cupy_packages", list)
     assert statuses(settings)["cupy"].status == "warning"
     assert "cuda13" in statuses(settings)["cupy"].remedy
     monkeypatch.setattr(doctor.devices, "cupy_packages", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
@@ -138,8 +146,75 @@ def test_a_check_that_goes_wrong_is_a_finding(settings: Settings, monkeypatch: p
     assert "unexpected" in statuses(settings)["cupy"].detail
 
 
+@pytest.mark.usefixtures("without_cupy")
 def test_doctor_exits_with_1_if_something_is_wrong(tmp_path: Path) -> None:
     assert "your database" in run("doctor")
     (tmp_path / "tuning.db").write_bytes(b"not a database, but long enough to be looked at" * 100)
     found = json.loads(run("doctor", "--json", expect=1))
     assert [f["status"] for f in found if f["name"] == "your database"] == ["error"]
+
+
+class Elsewhere:
+    """What another machine of the same model decided, in a read-only layer."""
+
+    def __init__(self, **times: float) -> None:
+        self.store = TuningStore()
+        fakes = {name: (lambda t=t: t) for name, t in times.items()}
+        runner = LocalRunner(FakeWorkbench(CPU, fakes))
+        subject = Tuner(self.store, runner, REGISTRY)
+        subject.tune(PROBLEM)
+        self.layers = Layers([("user", TuningStore()), ("carried", self.store)])
+
+    def verify_here(self, **times: float) -> verification.Verdict:
+        fakes = {name: (lambda t=t: t) for name, t in times.items()}
+        (foreign,) = verification.foreign_decisions(self.layers, CPU, REGISTRY, host="another")
+        tuner = Tuner(self.layers.user, LocalRunner(FakeWorkbench(CPU, fakes)), REGISTRY)
+        return verification.verify(tuner, self.layers.user, foreign, REGISTRY)
+
+
+def test_what_holds_here_becomes_this_machines_own_decision() -> None:
+    carried = Elsewhere(a=10.0, b=12.0, wrong=15.0)
+    verdict = carried.verify_here(a=10.1, b=12.0, wrong=15.0)
+    assert verdict.holds
+    assert verdict.slowdown == pytest.approx(1.0)
+    own = carried.layers.user.decision(CPU.key, PROBLEM)
+    assert own is not None
+    assert not own.complete  # a tuning would go on from here
+    assert verification.foreign_decisions(carried.layers, CPU, REGISTRY) == []
+
+
+def test_what_is_slower_here_is_replaced() -> None:
+    carried = Elsewhere(a=10.0, b=12.0, wrong=15.0)
+    verdict = carried.verify_here(a=15.0, b=12.0, wrong=18.0)
+    assert not verdict.holds
+    assert verdict.pick.variant.name == "b"
+    assert verdict.slowdown == pytest.approx(15 / 12)
+    choice = next(selections(PROBLEM, CPU, REGISTRY, carried.layers))
+    assert (choice.layer, choice.candidate.variant.name) == ("user", "b")
+
+
+def test_decisions_of_this_host_and_of_kernels_that_have_changed_are_not_verified() -> None:
+    carried = Elsewhere(a=10.0, b=12.0, wrong=15.0)
+    assert verification.foreign_decisions(carried.layers, CPU, REGISTRY) == []
+    changed = Registry(registry_of(FakeVariant("a", digest="new"), FakeVariant("b", speeds=(20,))))
+    assert verification.foreign_decisions(carried.layers, CPU, changed, host="another") == []
+
+
+def test_a_sample_is_spread_over_all() -> None:
+    every = [verification.Foreign(Problem(m, 8, 8, "float32"), "x", ()) for m in range(1, 101)]
+    assert [f.problem.m for f in verification.sample(every, 4)] == [1, 26, 51, 76]
+    assert verification.sample(every, 1000) == every
+    assert verification.sample([], 5) == []
+
+
+def test_verify_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("tune", "8,32,16", "--device", "cpu", "--quiet")
+    assert json.loads(run("verify", "--device", "cpu", "--json")) == []
+    run("export", str(tmp_path / "x.jsonl"))
+    monkeypatch.setenv("AUTODISPATCH_DB", str(tmp_path / "other.db"))
+    run("import", str(tmp_path / "x.jsonl"))
+    monkeypatch.setattr(verification.socket, "gethostname", lambda: "another")
+    result = CliRunner().invoke(cli.app, ["verify", "--device", "cpu", "--no-isolate", "--json"])
+    (row,) = json.loads(result.stdout)
+    assert row["problem"].startswith("8,32,16")
+    assert result.exit_code == (0 if row["holds"] else 1)
