@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import datetime, timezone
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -38,6 +39,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
+    @cache
     def columns(cls) -> tuple[str, ...]:
         return tuple(cls.model_fields)
 
@@ -114,7 +116,7 @@ class ProblemRecord(Record):
 
     @property
     def problem(self) -> Problem:
-        return Problem(**{f: getattr(self, f) for f in PROBLEM_FIELDS})
+        return _problem(*(getattr(self, f) for f in PROBLEM_FIELDS))
 
 
 class MeasurementRecord(ProblemRecord):
@@ -185,6 +187,12 @@ class DecisionRecord(ProblemRecord):
     def _as_stored(cls, value: Any) -> Any:
         """SQLite keeps truth values as 0 and 1."""
         return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+@lru_cache(maxsize=4096)
+def _problem(*fields: Any) -> Problem:
+    """Of a problem there are many measurements."""
+    return Problem(*fields)
 
 
 def problem_fields(problem: Problem) -> dict[str, Any]:
