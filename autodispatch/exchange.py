@@ -171,7 +171,7 @@ def _reason_against(
             return f"{name}: {cause}"
         if record.leader not in record.finalists:
             return f"{name}: its leader is not one of its finalists"
-        if not set(record.finalists) <= set(measurements):
+        if any(i not in measurements for i in record.finalists):
             return f"{name}: a measurement of its finalists is missing"
         for measurement in (measurements[i] for i in record.finalists):
             if measurement.status != "ok" or measurement.device_key != record.device_key:

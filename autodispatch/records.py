@@ -14,6 +14,7 @@ from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 
 PROTOCOL_VERSION = 3  # 2: a rest after each timed unit; 3: shorter screening of more candidates
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
 Status = Literal[
     "ok",
@@ -201,5 +202,4 @@ def problem_fields(problem: Problem) -> dict[str, Any]:
 
 def content_hash(content: dict[str, Any]) -> str:
     """A hash of named values that depends neither on their order nor on the machine."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(_canonical(content).encode()).hexdigest()[:32]
