@@ -43,6 +43,7 @@ from autodispatch.options import (
     N,
     Precision,
     Shapes,
+    ShapesFile,
     device_of,
     problems_of,
     settings_of,
@@ -130,6 +131,7 @@ def info(device: Device = "auto", as_json: Json = False) -> None:
 @app.command()
 def tune(
     shape: Shapes = None,
+    shapes_file: ShapesFile = None,
     ms: Ms = None,
     n: N = None,
     k: K = None,
@@ -162,11 +164,13 @@ def tune(
     store = TuningStore(settings_of(database).database)  # an error here, rather than results that are lost
     every = cuda_devices() if device == "all" else [chosen]
     if misses:
-        if shape or ms or hf_config:
+        if shape or shapes_file or ms or hf_config:
             raise typer.BadParameter("the shapes are those that were missed", param_hint="--misses")
         problems = list(dict.fromkeys(p for d in every for p in missed_problems(store, d)))
     else:
-        problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+        problems = problems_of(
+            chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment
+        )
     if dry_run:
         subject = Tuner(store, runner_for(chosen, isolate))
         plans = [report.plan(p, subject.shortlist(p, effort), Registry(), chosen) for p in problems]
@@ -216,6 +220,7 @@ def list_(
 @app.command()
 def explain(
     shape: Shapes = None,
+    shapes_file: ShapesFile = None,
     ms: Ms = None,
     n: N = None,
     k: K = None,
@@ -231,7 +236,7 @@ def explain(
 ) -> None:
     """What a call of each shape would run, where the choice comes from, and why. Measures nothing."""
     chosen = device_of(device)
-    problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    problems = problems_of(chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     dispatcher = Dispatcher(settings_of(database))
     found = [dispatcher.explain_problem(p, chosen) for p in problems]
     if as_json:
@@ -244,6 +249,7 @@ def explain(
 @app.command()
 def bench(
     shape: Shapes = None,
+    shapes_file: ShapesFile = None,
     ms: Ms = None,
     n: N = None,
     k: K = None,
@@ -261,7 +267,7 @@ def bench(
 ) -> None:
     """Times the likely candidates, or all, and the library in one interleaved run. Stores nothing."""
     chosen = device_of(device)
-    problems = problems_of(chosen, shape, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    problems = problems_of(chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     registry = Registry()

@@ -17,6 +17,7 @@ Shapes = Annotated[list[str] | None, typer.Argument(metavar="M,N,K...", help="Sh
 Ms = Annotated[str | None, typer.Option("--m", help="Values of M, as 1,16,128; with --n and --k or --hf-config.")]
 N = Annotated[int | None, typer.Option("--n", min=1, help="N for the values of --m.")]
 K = Annotated[int | None, typer.Option("--k", min=1, help="K for the values of --m.")]
+ShapesFile = Annotated[Path | None, typer.Option("--shapes", help="A file of M,N,K, one a line; # begins a comment.")]
 HfConfig = Annotated[Path | None, typer.Option("--hf-config", help="A Hugging Face config.json to read N and K from.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="kn or nk; may be repeated.")]
@@ -34,6 +35,7 @@ Effort = Annotated[str, typer.Option("--effort", help="quick tries likely winner
 def problems_of(
     device: DeviceInfo,
     shape: list[str] | None,
+    shapes_file: Path | None,
     ms: str | None,
     n: int | None,
     k: int | None,
@@ -47,6 +49,8 @@ def problems_of(
     """The problems that the options name. Raises BadParameter."""
     try:
         found = [shapes.parse_shape(s) for s in shape or []]
+        if shapes_file is not None:
+            found += shapes.from_file(shapes_file)
         if hf_config is not None:
             n, k = shapes.from_hf_config(hf_config)
         if ms is not None or hf_config is not None:
@@ -54,7 +58,7 @@ def problems_of(
                 raise ValueError("--m must come with --n and --k, or with --hf-config")
             found += [(m, n, k) for m in (shapes.parse_sizes(ms) if ms else shapes.LADDER)]
         if not found:
-            raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config")
+            raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config, or --shapes")
         default = "float32" if device.kind == "cpu" else "bfloat16"
         return shapes.problems(found, dtypes or [default], layouts or ["kn"], math, precision, alignment)
     except ValueError as cause:

@@ -21,6 +21,25 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return m, n, k
 
 
+def from_file(path: Path) -> list[tuple[int, int, int]]:
+    """The shapes of a file, one `M,N,K` a line; `#` begins a comment. Raises ValueError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as cause:
+        raise ValueError(f"{path} must be a text file of shapes (got {cause})") from cause
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                found.append(parse_shape(text))
+            except ValueError as cause:
+                raise ValueError(f"{path}, line {number}: {cause}") from None
+    if not found:
+        raise ValueError(f"{path} must hold shapes (got none)")
+    return found
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """`1,16,128` as integers. Raises ValueError."""
     parts = text.split(",")

@@ -318,3 +318,15 @@ def test_tune_in_a_program(tmp_path: Path) -> None:
     )
     assert decision.ties
     assert heard[-1].record.id == decision.leader
+
+
+def test_shapes_come_from_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.txt"
+    path.write_text("# ours\n8,32,16\n\n16,32,16  # the other\n")
+    plans = json.loads(run("tune", "--shapes", str(path), "4,8,8", *CPU, "--dry-run", "--json").stdout)
+    assert [plan["problem"].split()[0] for plan in plans] == ["4,8,8", "8,32,16", "16,32,16"]
+    path.write_text("8,32,16\n8,32\n")
+    assert "line 2" in run("tune", "--shapes", str(path), *CPU, expect=2).output
+    path.write_text("# nothing\n")
+    assert "got none" in run("tune", "--shapes", str(path), *CPU, expect=2).output
+    assert "absent" in run("tune", "--shapes", str(tmp_path / "absent"), *CPU, expect=2).output
