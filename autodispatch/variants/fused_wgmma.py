@@ -10,11 +10,13 @@ from autodispatch.launch import LaunchConfig
 from autodispatch.problem import Problem
 from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.wgmma import (
+    MAX_STAGES,
     REQUIREMENTS,
     THREADS,
     FusedWgmmaExecutable,
     WgmmaConfig,
     restrictions,
+    with_most_stages,
 )
 
 _MAX_M_FOR_HINTS = 1024
@@ -46,11 +48,8 @@ def _default(problem: Problem, device: DeviceInfo) -> FusedWgmmaConfig:
     tile_n = min(widths, key=cost)
     group_m = 16 if problem.layout == "nk" and tile_n != 64 and problem.m > 8 * tile_m else 8
     hints = 1 if problem.m <= 512 else 0
-    for stages in range(8, 1, -1):
-        config = FusedWgmmaConfig(tile_m, tile_n, stages, group_m, hints, 0)
-        if config.shared_bytes(problem.layout) <= device.shared_bytes_per_block:
-            break
-    return config
+    config = FusedWgmmaConfig(tile_m, tile_n, MAX_STAGES, group_m, hints, 0)
+    return with_most_stages(config, lambda c: c.shared_bytes(problem.layout), device.shared_bytes_per_block)
 
 
 class FusedWgmma(Variant):

@@ -16,6 +16,7 @@ from autodispatch.variants.wgmma import (
     TileConfig,
     loaded_columns,
     most_stages,
+    with_most_stages,
 )
 
 _MAX_M = 512
@@ -78,11 +79,8 @@ class FusedWgmmaSmall(Variant):
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
         """32 columns by up to 64 rows, three blocks per SM: small enough to fill any GPU."""
         tile_m = next((t for t in (8, 16, 32) if problem.m <= t), 64)
-        for stages in range(MAX_STAGES, 2, -1):
-            config = FusedWgmmaSmallConfig(tile_m, 32, stages, 3)
-            if config.shared_bytes(problem.layout) <= config.shared_limit(device):
-                break
-        return config
+        config = FusedWgmmaSmallConfig(tile_m, 32, MAX_STAGES, 3)
+        return with_most_stages(config, lambda c: c.shared_bytes(problem.layout), config.shared_limit(device))
 
     def work(self, config: FusedWgmmaSmallConfig, problem: Problem) -> Work:
         shared = config.shared_bytes(problem.layout)

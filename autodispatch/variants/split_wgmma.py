@@ -15,9 +15,8 @@ from autodispatch.variants.wgmma import (
     REQUIREMENTS,
     THREADS,
     WgmmaConfig,
-    activations_map,
+    input_maps,
     restrictions,
-    weight_map,
 )
 
 
@@ -85,13 +84,7 @@ class _SplitWgmma(Executable):
         self.resources = self._kernel.resources
 
     def __call__(self, call: Call) -> None:
-        a, b1, b2, out = call.operands
-        c = self._config
-        maps = (
-            activations_map(a, c.tile_m),
-            weight_map(b1, self._layout, c.tile_n),
-            weight_map(b2, self._layout, c.tile_n),
-        )
+        inputs = input_maps(call.operands, self._config, self._layout)
         c1, c2 = call.workspace, call.workspace + self._intermediate.matrix_bytes
-        self._kernel(self._launch, (*maps, pointer(c1), pointer(c2), *self._sizes), call.stream)
-        self._activation_product(call.workspace, out, call.stream)
+        self._kernel(self._launch, (*inputs, pointer(c1), pointer(c2), *self._sizes), call.stream)
+        self._activation_product(call.workspace, call.operands.out, call.stream)

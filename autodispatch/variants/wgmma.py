@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from autodispatch.compiler import KernelSpec, compile_kernel
 from autodispatch.config import Config, Restriction
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import MAX_GRID_X, LaunchConfig, ceil_div, round_up, size
-from autodispatch.problem import Matrix, Problem
+from autodispatch.problem import Matrix, Operands, Problem
 from autodispatch.tensor_map import tensor_map
 from autodispatch.variants.base import Call, Executable, Unit, Work
 
@@ -32,6 +32,9 @@ class TileConfig(Config):
 
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
+
+
+C = TypeVar("C", bound=TileConfig)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ def most_stages(
     return Restriction(fits, f"as many stages as fit into shared memory, at most {MAX_STAGES}")
 
 
+def with_most_stages(config: C, nbytes: Callable[[C], int], limit: int) -> C:
+    """The config with as many stages as fit into `limit` bytes; two, if none do."""
+    for stages in range(MAX_STAGES, 1, -1):
+        config = replace(config, num_stages=stages)
+        if nbytes(config) <= limit:
+            break
+    return config
+
+
 def restrictions(shared_bytes: Callable[[Any, str], int], products: int) -> tuple[Restriction, ...]:
     """Those of a persistent kernel that needs `shared_bytes(config, layout)` bytes, `products` products in a tile."""
     return (
@@ -121,6 +133,13 @@ def weight_map(b: Matrix, layout: str, tile_n: int) -> Any:
     return tensor_map(b.pointer, b.rows, b.columns, b.row_stride, b.dtype, _TILE_K, columns, 2 * columns)
 
 
+def input_maps(operands: Operands, config: TileConfig, layout: str) -> tuple[Any, Any, Any]:
+    """The maps of a, b1 and b2 for a config's tile."""
+    a, b1, b2, _ = operands
+    weights = (weight_map(b, layout, config.tile_n) for b in (b1, b2))
+    return (activations_map(a, config.tile_m), *weights)
+
+
 def out_map(out: Matrix, tile_m: int, tile_n: int) -> Any:
     """Blocks of at most 64 rows; rows of 128 bytes are swizzled against bank conflicts."""
     swizzle = 128 if tile_n == 64 else 0
@@ -142,12 +161,6 @@ class FusedWgmmaExecutable(Executable):
         self.resources = self._kernel.resources
 
     def __call__(self, call: Call) -> None:
-        a, b1, b2, out = call.operands
-        c = self._config
-        maps = (
-            activations_map(a, c.tile_m),
-            weight_map(b1, self._layout, c.tile_n),
-            weight_map(b2, self._layout, c.tile_n),
-            out_map(out, c.tile_m, c.tile_n),
-        )
-        self._kernel(self._launch, (*maps, *self._sizes), call.stream)
+        inputs = input_maps(call.operands, self._config, self._layout)
+        out = out_map(call.operands.out, self._config.tile_m, self._config.tile_n)
+        self._kernel(self._launch, (*inputs, out, *self._sizes), call.stream)
