@@ -294,6 +294,11 @@ def workbench(device: DeviceInfo) -> Workbench:
     return CpuWorkbench(device) if device.kind == "cpu" else CudaWorkbench(device)
 
 
+def regime(device: DeviceInfo) -> str:
+    """How a device's workbench times; see Workbench."""
+    return CpuWorkbench.regime if device.kind == "cpu" else CudaWorkbench.regime
+
+
 def screen(trial: Trial, best_us: float | None) -> Timing:
     """Warms a candidate up and samples it; one that takes GIVE_UP times the best so far is left after a few."""
     first = tuple(trial() for _ in range(2))

@@ -321,12 +321,12 @@ def _tune(
             messages.print(f"{line} {took}", highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
-        for runner in runners:
-            stack.callback(runner.close)
         listener = stack.enter_context(progress_bar(messages, quiet))
         tuners = [Tuner(store, runner, command=_command(), listener=listener) for runner in runners]
+        for tuner in tuners:
+            stack.callback(tuner.close)
         try:
-            tune_side_by_side(tuners, runners, problems, tune_one)
+            tune_side_by_side(tuners, problems, tune_one)
         except KeyboardInterrupt:
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None

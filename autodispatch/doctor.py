@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from autodispatch import device as devices
-from autodispatch import exchange, nvml, resources
+from autodispatch import exchange, nvml, pruning, resources
 from autodispatch.compiler import check_architecture, nvrtc_file
 from autodispatch.errors import AutodispatchError
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
-from autodispatch.variants import VARIANTS
+from autodispatch.variants import VARIANTS, Registry
 
 _OLDEST_CUPY = (14, 2)
 
@@ -141,11 +141,9 @@ def _probe(path: Path) -> None:
 
 def _seeds() -> Iterator[Finding]:
     """Shipped records whose kernels have changed serve nobody."""
-    digests = {name: v.digest for name, v in VARIANTS.items()}
     for path in resources.seeds():
-        store = TuningStore()
-        exchange.import_file(store, path)
-        stale = sorted({r.variant for r in store.measurements() if digests.get(r.variant) != r.digest})
+        store = exchange.load_seeds([path])
+        stale = sorted({r.variant for r in pruning.select(store, pruning.Criteria(is_stale=True), Registry())})
         store.close()
         if stale:
             detail = f"{path.name}: {', '.join(stale)} changed since it was tuned"

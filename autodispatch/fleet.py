@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from autodispatch.problem import Problem
-from autodispatch.runner import Runner
 from autodispatch.tuner import Tuner
 
 
 def tune_side_by_side(
-    tuners: Sequence[Tuner],
-    runners: Sequence[Runner],
-    problems: Iterable[Problem],
-    tune_one: Callable[[Tuner, Problem], None],
+    tuners: Sequence[Tuner], problems: Iterable[Problem], tune_one: Callable[[Tuner, Problem], None]
 ) -> None:
     """Calls `tune_one` for every problem and every kind of device, in one thread per tuner; alone, in this one.
 
-    Devices of one key are equal: a problem is tuned on one of them. What `tune_one` raises ends all; interrupted, the
-    runners are closed first.
+    Devices of one key are equal: a problem is tuned on one of them. What `tune_one` raises ends all, and closes the
+    tuners.
     """
     todo: dict[str, queue.SimpleQueue[Problem]] = {t.device.key: queue.SimpleQueue() for t in tuners}
     for problem in problems:
@@ -48,6 +44,6 @@ def tune_side_by_side(
             for waiting in todo.values():
                 while not waiting.empty():
                     waiting.get_nowait()
-            for runner in runners:
-                runner.close()
+            for tuner in tuners:
+                tuner.close()
             raise

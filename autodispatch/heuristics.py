@@ -3,7 +3,7 @@
 Time = launches + the longest of arithmetic (whole tiles, shared out over the SMs, or the turns of the main loop where
 these take longer), L2 traffic (each block reads its rows of `a` and its columns of the weights) and global memory + the
 split path's way out and back for c1 and c2.
-Kernels by wgmma have a model of their own, below.
+Kernels that stream the weights and kernels by wgmma have models of their own, below.
 
 Rates follow from compute capability, SM count, clock and memory bandwidth. The few constants in cycles or microseconds
 were measured on an H200; they are properties of the kernels more than of the card.
@@ -43,10 +43,8 @@ _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
 _WGMMA_FIXED_CYCLES = 10_000.0  # measured on an H200; docs/kernels.md takes it apart
 _EXPOSED_STORE_CYCLES = 3_300.0  # of a 128 x 128 tile, measured likewise
 _SUSTAINED_CLOCK = 0.93  # under the load of the tensor cores, and less where small tiles move more bytes:
-_BYTES_POWER_COST, _HALF_BOX_COST = (
-    12.0,
-    2.5,
-)  # times 1 / rows + 1 / columns of the tile; columns in boxes under 128 bytes
+_BYTES_POWER_COST = 12.0  # times 1 / rows + 1 / columns of the tile
+_HALF_BOX_COST = 2.5  # of columns in boxes under 128 bytes
 _BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by the alignment of the weights' boxes
 _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four

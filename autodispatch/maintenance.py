@@ -84,9 +84,8 @@ def verify(
     chosen, registry = device_of(device), Registry()
     layers = Dispatcher(settings_of(database)).layers
     found = verification.foreign_decisions(layers, chosen, registry)
-    runner = runner_for(chosen, isolate)
-    with closing(runner):
-        tuner = Tuner(layers.user, runner, registry, command="autodispatch verify")
+    tuner = Tuner(layers.user, runner_for(chosen, isolate), registry, command="autodispatch verify")
+    with closing(tuner):
         verdicts = [verification.verify(tuner, layers.user, f, registry) for f in verification.sample(found, count)]
     rows = [
         {

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from sqlite_utils import Database
 
 from autodispatch.records import MeasurementRecord
-from autodispatch.store import TuningStore
+from autodispatch.store import TABLES, TuningStore
 from autodispatch.variants import Registry
 
 _UNUSED = (  # in this order, each after what refers to it
@@ -81,5 +81,5 @@ def drop(store: TuningStore, measurements: Iterable[MeasurementRecord]) -> dict[
 
 def clear(store: TuningStore) -> dict[str, int]:
     """Deletes all records, and what was missed. Returns how many rows of each table went."""
-    tables = ("decisions", "measurements", "sessions", "environments", "devices", "misses")
+    tables = (*reversed(TABLES.values()), "misses")  # what refers to others first
     return store.write(lambda db: {t: db.execute(f"DELETE FROM {t}").rowcount for t in tables})

@@ -12,7 +12,7 @@ from autodispatch.device import DeviceInfo
 from autodispatch.errors import StoreError, UnsupportedProblemError
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem, log2_distance
-from autodispatch.records import DecisionRecord, DeviceRecord
+from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord
 from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Registry
 
@@ -128,6 +128,21 @@ def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers
             yield selection
 
 
+def stored_candidate(
+    record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry
+) -> Candidate | None:
+    """The candidate of a record, or None if this version's code is not what was measured, or not legal here."""
+    try:
+        candidate = registry.parse(record.variant, record.config)
+    except ValueError as cause:
+        _log.debug("the record %s is not used: %s", record.id, cause)
+        return None
+    if candidate.variant.digest != record.digest:
+        _log.debug("the record %s is not used: %s has changed since", record.id, record.variant)
+        return None
+    return candidate if candidate.is_legal(problem, device) else None
+
+
 def _standing(decision: DecisionRecord) -> str:
     """How the pick stood in the finals. A record that knows of no ties was decided by the median alone."""
     if decision.leader in decision.ties and len(decision.ties) > 1:
@@ -148,15 +163,8 @@ def _usable(
     measurement = store.measurement(decision.leader)
     if measurement is None or measurement.median_us is None or measurement.status != "ok":
         return None
-    try:
-        candidate = registry.parse(measurement.variant, measurement.config)
-    except ValueError as cause:
-        _log.debug("the record %s is not used: %s", measurement.id, cause)
-        return None
-    if candidate.variant.digest != measurement.digest:
-        _log.debug("the record %s is not used: %s has changed since", measurement.id, measurement.variant)
-        return None
-    if not candidate.is_legal(problem, device):
+    candidate = stored_candidate(measurement, problem, device, registry)
+    if candidate is None:
         return None
     reason = f"measured {measurement.median_us:.1f} us, {_standing(decision)} of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:

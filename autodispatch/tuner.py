@@ -90,6 +90,10 @@ class Tuner:
     def device(self) -> DeviceInfo:
         return self._device
 
+    def close(self) -> None:
+        """Ends what the runner had started."""
+        self._runner.close()
+
     def tune(self, problem: Problem, *, effort: str = "quick", budget_s: float | None = None) -> DecisionRecord:
         """Measures the candidates of a problem, stores every measurement as it is made, and stores the decision.
 
@@ -132,8 +136,10 @@ class Tuner:
             raise AutodispatchError(
                 f"some candidate must be right for {problem} (got none of {len(results)}: {reasons})"
             )
+        default = self.default(problem)
+        always = (incumbent, default, self._registry.library(problem, self._device))
         try:
-            return self._finals(problem, self._finalists(problem, good, incumbent), incumbent, complete)
+            return self._finals(problem, self._finalists(good, always), incumbent, default, complete)
         except MemoryError as cause:
             raise AutodispatchError(f"the finals of {problem} must fit into memory ({cause})") from cause
 
@@ -198,6 +204,10 @@ class Tuner:
                 kept.add(candidate)
         return [c for c in ranked if c in kept]
 
+    def default(self, problem: Problem) -> Candidate:
+        """What a call would run without tuning."""
+        return heuristics.rank(self._registry.candidates(problem, self._device), problem, self._device)[0]
+
     def _screen(
         self,
         problem: Problem,
@@ -208,7 +218,7 @@ class Tuner:
         """Tries each candidate of which nothing is known, and stores how it went, whatever happens to it."""
         results = list(known.values())
         best = min((r.timing.median for r in results if r.timing), default=None)
-        for i, candidate in enumerate(c for c in candidates if c not in known):
+        for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
             if deadline is not None and time.monotonic() > deadline and any(r.timing for r in results):
                 _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
                 break
@@ -252,9 +262,9 @@ class Tuner:
         self._store.add_measurement(record)
         return Result(candidate, check, timing, record)
 
-    def _finalists(self, problem: Problem, good: list[Result], incumbent: Candidate | None) -> list[Result]:
+    def _finalists(self, good: list[Result], always: Sequence[Candidate | None]) -> list[Result]:
         """Those near the best, and the best few in any case, since the card may have throttled between two screenings;
-        the best of each path, the incumbent, the default and the library."""
+        the best of each path, and those that are always there."""
 
         def median(result: Result) -> float:
             assert result.timing is not None
@@ -268,13 +278,8 @@ class Tuner:
         finalists = ordered[: min(max(near, benchmark.MIN_FINALISTS), benchmark.MAX_FINALISTS)]
         for path in sorted({r.candidate.variant.path for r in good}):
             finalists.append(next(r for r in ordered if r.candidate.variant.path == path))
-        always = (incumbent, self._default(problem), self._registry.library(problem, self._device))
         finalists += [r for r in ordered if r.candidate in always]
         return list({r.candidate: r for r in finalists}.values())
-
-    def _default(self, problem: Problem) -> Candidate:
-        """What a call would run without tuning."""
-        return heuristics.rank(self._registry.candidates(problem, self._device), problem, self._device)[0]
 
     def _incumbent(self, problem: Problem) -> Candidate | None:
         """The candidate that an earlier tuning decided on, if it can still serve."""
@@ -287,18 +292,22 @@ class Tuner:
         return candidate if candidate is not None and candidate.is_legal(problem, self._device) else None
 
     def _finals(
-        self, problem: Problem, screened: list[Result], incumbent: Candidate | None, complete: bool
+        self,
+        problem: Problem,
+        screened: list[Result],
+        incumbent: Candidate | None,
+        default: Candidate,
+        complete: bool,
     ) -> DecisionRecord:
         self._listener(Progress(problem, "finals", 0, 1))
         candidates = [r.candidate for r in screened]
         outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
-        default = self._default(problem)
         finalists, records = [], {}
         for before, outcome in zip(screened, outcomes, strict=True):
             checked = replace(outcome, check=before.check)
             candidate = before.candidate
             key = candidate.key
-            records[key] = self._result(problem, before.candidate, checked, "final").record
+            records[key] = self._result(problem, candidate, checked, "final").record
             assert outcome.timing is not None
             error = before.check.relative_error or 0.0
             samples = outcome.timing.samples
@@ -370,6 +379,6 @@ def tune(
     """
     store = TuningStore(database or Settings.from_environment().database)
     runner = runner_for(device or default_device(), isolate)
-    with closing(store), closing(runner):
-        tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
+    tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
+    with closing(store), closing(tuner):
         return [tuner.tune(p, effort=effort, budget_s=budget_s) for p in problems]

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autodispatch import heuristics
 from autodispatch.device import DeviceInfo
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
-from autodispatch.records import DecisionRecord, MeasurementRecord, SessionRecord
+from autodispatch.records import DecisionRecord, SessionRecord
+from autodispatch.selection import stored_candidate
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import Candidate, Registry
@@ -61,8 +61,8 @@ def verify(tuner: Tuner, store: TuningStore, foreign: Foreign, registry: Registr
 
     The outcome goes into the user's database, which comes before all others. Raises AutodispatchError if none is right.
     """
-    default = heuristics.rank(registry.candidates(foreign.problem, tuner.device), foreign.problem, tuner.device)[0]
-    decision = tuner.retime(foreign.problem, list(dict.fromkeys((*foreign.candidates, default))))
+    candidates = dict.fromkeys((*foreign.candidates, tuner.default(foreign.problem)))
+    decision = tuner.retime(foreign.problem, list(candidates))
     records = [r for i in decision.finalists if (r := store.measurement(i)) is not None]
     times = {(r.variant, r.config): r.median_us for r in records if r.median_us is not None}
     pick = registry.parse(records[0].variant, records[0].config)
@@ -74,20 +74,9 @@ def _usable(
     store: TuningStore, decision: DecisionRecord, problem: Problem, device: DeviceInfo, registry: Registry
 ) -> tuple[Candidate, ...]:
     """The decision's pick and runner-up as candidates; nothing if the pick is not what this version would run."""
-    usable = [_candidate(store.measurement(i), problem, device, registry) for i in decision.finalists[:2]]
+    records = [store.measurement(i) for i in decision.finalists[:2]]
+    usable = [stored_candidate(r, problem, device, registry) if r is not None else None for r in records]
     return tuple(c for c in usable if c is not None) if usable and usable[0] is not None else ()
-
-
-def _candidate(
-    record: MeasurementRecord | None, problem: Problem, device: DeviceInfo, registry: Registry
-) -> Candidate | None:
-    try:
-        candidate = registry.parse(record.variant, record.config) if record is not None else None
-    except ValueError:  # of another version
-        return None
-    if record is None or candidate is None or candidate.variant.digest != record.digest:
-        return None
-    return candidate if candidate.is_legal(problem, device) else None
 
 
 def sample(decisions: Sequence[Foreign], count: int) -> list[Foreign]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autodispatch.benchmark import workbench
+from autodispatch.benchmark import regime, workbench
 from autodispatch.device import DeviceInfo, cpu_device, cuda_device
 from autodispatch.errors import AutodispatchError, DeviceError
 from autodispatch.heuristics import predict
@@ -77,7 +77,7 @@ class WorkerRunner(Runner):
         run_limit_s: float = RUN_LIMIT_S,
     ) -> None:
         self.device = device
-        self.regime = "eager-cold" if device.kind == "cpu" else "graph-cold"
+        self.regime = regime(device)
         self._factory = factory
         self._limits = (load_limit_s, build_limit_s, run_limit_s)
         self._process: subprocess.Popen[bytes] | None = None

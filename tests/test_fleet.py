@@ -21,10 +21,10 @@ CPU = cpu_device()
 PROBLEMS = [Problem(m, 64, 64, "float32") for m in range(1, 13)]
 
 
-def tuners(store: TuningStore) -> list[Tuner]:
+def tuners(store: TuningStore, runner: type[LocalRunner] = LocalRunner) -> list[Tuner]:
     fakes = Registry(registry_of(FakeVariant("any")))
     devices = [like(CPU, name=name) for name in ("one kind", "one kind", "another kind")]
-    return [Tuner(store, LocalRunner(FakeWorkbench(d)), fakes) for d in devices]
+    return [Tuner(store, runner(FakeWorkbench(d)), fakes) for d in devices]
 
 
 def test_equal_devices_share_the_problems_and_each_kind_of_device_has_all(store: TuningStore) -> None:
@@ -38,7 +38,7 @@ def test_equal_devices_share_the_problems_and_each_kind_of_device_has_all(store:
         by_tuner[id(tuner)] += 1
         tuner.tune(problem)
 
-    tune_side_by_side(subjects, [], PROBLEMS, one)
+    tune_side_by_side(subjects, PROBLEMS, one)
     assert store.counts()["decisions"] == 2 * len(PROBLEMS)
     assert by_tuner[id(subjects[2])] == len(PROBLEMS)
     assert by_tuner[id(subjects[0])] + by_tuner[id(subjects[1])] == len(PROBLEMS)
@@ -54,7 +54,7 @@ def test_an_error_in_one_thread_ends_all_and_closes_the_runners(store: TuningSto
     def one(tuner: Tuner, problem: Problem) -> None:
         raise DeviceError("gone")
 
-    runners = [Closing(FakeWorkbench(CPU))]
+    subjects = tuners(store, Closing)
     with pytest.raises(DeviceError, match="gone"):
-        tune_side_by_side(tuners(store), runners, PROBLEMS, one)
-    assert closed == runners
+        tune_side_by_side(subjects, PROBLEMS, one)
+    assert closed == [s._runner for s in subjects]
