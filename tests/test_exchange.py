@@ -17,7 +17,7 @@ from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord, SessionRecord
 from autodispatch.store import TABLES, TuningStore
 from autodispatch.variants import VARIANTS
-from tests.test_store import CPU, PROBLEM, begin, decision, filled, measurement
+from tests.stored import CPU, PROBLEM, begin, decision, filled, measurement
 
 KINDS = (MeasurementRecord, DecisionRecord, SessionRecord)
 

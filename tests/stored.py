@@ -1,0 +1,78 @@
+"""Records for the tests of stores and of what they exchange."""
+
+from __future__ import annotations
+
+from autodispatch.device import cpu_device, environment
+from autodispatch.problem import Problem
+from autodispatch.records import (
+    DecisionRecord,
+    DeviceRecord,
+    EnvironmentRecord,
+    MeasurementRecord,
+    SessionRecord,
+    problem_fields,
+)
+from autodispatch.store import TuningStore
+
+CPU = cpu_device()
+PROBLEM = Problem(8, 16, 32, "float32")
+
+
+def begin(store: TuningStore, session: str = "s1") -> None:
+    env = EnvironmentRecord.of(environment(CPU))
+    record = SessionRecord(
+        id=session,
+        device_key=CPU.key,
+        environment_id=env.id,
+        started_at="2026-01-01T00:00:00+00:00",
+        host="h",
+        command="c",
+        protocol_version=1,
+    )
+    store.begin_session(DeviceRecord.of(CPU), env, record)
+
+
+def measurement(
+    problem: Problem = PROBLEM, median: float = 10.0, session: str = "s1", **more: object
+) -> MeasurementRecord:
+    fields: dict[str, object] = {
+        "session_id": session,
+        "device_key": CPU.key,
+        **problem_fields(problem),
+        "regime": "eager-cold",
+        "stage": "final",
+        "variant": "cpu_split",
+        "config": "{}",
+        "digest": "d",
+        "status": "ok",
+        "reason": "",
+        "median_us": median,
+        "p20_us": median,
+        "p80_us": median,
+        "mad_us": 0.0,
+        "samples_us": [median],
+        "workspace_bytes": 0,
+        "measured_at": "2026-01-01T00:00:00+00:00",
+    }
+    return MeasurementRecord.of(**{**fields, **more})
+
+
+def decision(problem: Problem, leader: MeasurementRecord, at: str = "2026-01-01T00:00:00+00:00") -> DecisionRecord:
+    return DecisionRecord(
+        device_key=CPU.key,
+        **problem_fields(problem),
+        regime=leader.regime,
+        leader=leader.id,
+        finalists=[leader.id],
+        session_id=leader.session_id,
+        decided_at=at,
+    )
+
+
+def filled(store: TuningStore, problem: Problem = PROBLEM, median: float = 10.0) -> DecisionRecord:
+    begin(store)
+    record = measurement(problem, median)
+    store.add_measurement(record)
+    made = decision(problem, record)
+    store.set_decision(made)
+    return made

@@ -1,0 +1,160 @@
+"""Files that are not as they should be: nothing foreign is written to, and a broken file stops nobody."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from autodispatch.errors import StoreError
+from autodispatch.layers import Layers
+from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION
+from autodispatch.problem import Problem
+from autodispatch.store import TuningStore
+from tests.stored import CPU, PROBLEM, filled, measurement
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "page"])
+def test_a_corrupt_file_is_moved_aside_and_begun_anew_with_one_warning(
+    tmp_path: Path, warnings_logged: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = tmp_path / "tuning.db"
+    store = TuningStore(path)
+    filled(store)
+    for i in range(200):
+        store.add_measurement(measurement(median=20.0 + i))
+    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    store.close()
+    content = path.read_bytes()
+    broken = {
+        "garbage": b"not a database " * 600,
+        "cut": content[: len(content) // 2],
+        "page": content[:100] + b"\xff" * 8000 + content[8100:],
+    }[damage]
+    path.write_bytes(broken)
+    again = TuningStore(path)
+    assert again.decision(CPU.key, PROBLEM) is None
+    filled(again)
+    assert again.decision(CPU.key, PROBLEM) is not None
+    (aside,) = (p for p in tmp_path.iterdir() if ".corrupt-" in p.name and not p.name.endswith(("-wal", "-shm")))
+    assert aside.read_bytes() == broken
+    assert len(warnings_logged.records) == 1
+    assert str(aside) in warnings_logged.records[0].getMessage()
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["while open", "before opening"])
+def test_a_damaged_page_of_a_table_is_found_at_the_first_use(
+    tmp_path: Path, warnings_logged: pytest.LogCaptureFixture, is_open: bool
+) -> None:
+    path = tmp_path / "tuning.db"
+    store = TuningStore(path)
+    filled(store)
+    store.record_miss(CPU.key, PROBLEM)
+    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    (page, size) = store._run(
+        lambda db: db.execute(
+            "SELECT rootpage, (SELECT page_size FROM pragma_page_size) FROM sqlite_master WHERE name = 'misses'"
+        ).fetchone()
+    )
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * size : page * size] = b"\xff" * size
+    if is_open:
+        store = TuningStore(path)
+        path.write_bytes(content)
+        store._db.conn.execute("PRAGMA shrink_memory")
+    else:
+        path.write_bytes(content)
+        store = TuningStore(path)
+    assert store.misses() == []
+    store.record_miss(CPU.key, PROBLEM)
+    assert len(store.misses()) == 1
+    assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
+    assert len(warnings_logged.records) == 1
+
+
+def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    path.touch()
+    filled(TuningStore(path))
+    assert not list(tmp_path.glob("*.corrupt-*"))
+
+
+def test_a_database_of_another_program_is_refused_and_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE measurements (x)")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="must be a tuning database or a new file"):
+        TuningStore(path)
+    assert path.read_bytes() == before
+
+
+def test_a_newer_schema_is_refused_with_both_versions_and_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    TuningStore(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=rf"schema version {SCHEMA_VERSION} or older \(got {SCHEMA_VERSION + 1}\)"):
+        TuningStore(path)
+    assert path.read_bytes() == before
+
+
+def test_an_older_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    with pytest.raises(StoreError, match="to be read without writing"):
+        TuningStore(path, read_only=True)
+    filled(TuningStore(path))
+    assert TuningStore(path, read_only=True).decision(CPU.key, PROBLEM) is not None
+
+
+def test_a_read_only_store_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    filled(TuningStore(path))
+    store = TuningStore(path, read_only=True)
+    with pytest.raises(StoreError, match="must be writable"):
+        store.record_miss(CPU.key, PROBLEM)
+
+
+def test_layers_fall_back_to_memory_where_the_users_database_cannot_be_opened(
+    tmp_path: Path, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way of a folder")
+    layers = Layers.open(blocked / "tuning.db", [tmp_path / "absent.db"])
+    filled(layers.user)
+    assert [name for name, _ in layers] == ["memory"]
+    assert len(warnings_logged.records) == 2
+    assert "memory only" in warnings_logged.records[0].getMessage()
+
+
+def test_a_corrupt_file_that_cannot_be_moved_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.db"
+    path.write_bytes(b"not a database " * 600)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only folder")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StoreError, match="corrupt and could not be replaced"):
+        TuningStore(path)
+    assert [name for name, _ in Layers.open(path)] == ["memory"]
+
+
+def test_a_spoiled_row_is_left_out_with_a_warning(
+    store: TuningStore, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    filled(store)
+    other = Problem(16, 16, 32, "float32")
+    filled(store, other)
+    store.write(lambda db: db.execute("UPDATE decisions SET finalists = 'nope' WHERE m = 8"))
+    assert store.decision(CPU.key, PROBLEM) is None
+    assert [d.m for d in store.decisions_for_any_m(CPU.key, PROBLEM)] == [16]
+    assert "is not a record and is left out" in warnings_logged.text
