@@ -296,6 +296,15 @@ def test_a_tuning_that_did_not_come_to_its_end_goes_on_where_it_stopped(store: T
     assert len(checked(again)) == 5
 
 
+def test_a_resumed_tuning_counts_what_was_measured_before_among_what_is_done(store: TuningStore) -> None:
+    variants = [FakeVariant(f"v{i}", speeds=(i + 10,)) for i in range(5)]
+    tuner(store, *variants).tune(PROBLEM, budget_s=0.0)
+    heard: list[Progress] = []
+    tuner(store, *variants, listener=heard.append).tune(PROBLEM)
+    screened = [(p.done, p.total) for p in heard if p.stage == "screen"]
+    assert (screened[0], screened[-1]) == ((1, 5), (5, 5))
+
+
 def test_all_that_cannot_be_told_apart_are_stored_and_the_incumbent_stays(store: TuningStore) -> None:
     def run(**times: float) -> DecisionRecord:
         fakes: dict[str, Callable[[], float]] = {n: (lambda t=t: t) for n, t in times.items()}
