@@ -163,15 +163,16 @@ def worker_runner(kind: str, index: int) -> tuple[LocalRunner, Registry]:
                 os.kill(os.getpid(), signal.SIGSEGV)
             if executable.name == "exits":
                 os._exit(7)
-            if executable.name == "hangs":
+            if executable.name.startswith("hangs"):
                 time.sleep(600)
             if executable.name == "ruins":
                 self._is_healthy = False
                 raise RuntimeError("an illegal memory access was encountered")
             return super().check(executable)
 
-    return LocalRunner(Deadly(cpu_device())), Registry(registry_of(*DEADLY))
+    return LocalRunner(Deadly(cpu_device())), Registry(registry_of(*DEADLY, HANGS_LATER))
 
 
 DEADLY = [FakeVariant(name, speeds=(i + 10,)) for i, name in enumerate(("segfaults", "exits", "hangs", "ruins"))]
 DEADLY += [FakeVariant("good", speeds=(20,)), FakeVariant("slower", "split", (25,), is_library=True)]
+HANGS_LATER = FakeVariant("hangs later", speeds=(40,))  # than the good ones
