@@ -1,34 +1,57 @@
 // out = Activation(c1) * c2: the second step of every split variant.
-// c1, c2 (m, n) with leading dimension ldc; out (m, n) with leading dimension ldout.
+// c1, c2 (m, n) with leading dimension ldc, a multiple of 8, their rows padded to it; out (m, n) with leading dimension
+// ldout. Where k was shared out, c1 and c2 are the sums of NumPartials matrices that lie 2 * m * ldc elements apart, added
+// in their order.
 // C is float, or bf16 where the caller allowed a second rounding; arithmetic is fp32, rounded once to T at the store.
-// A block takes TileM rows, a warp one row of 32 * Vector columns at a time; rows lie on grid.x, columns on grid.y.
-// Bound by memory. Vector > 1 requires Vector-element alignment of c1, c2 and out and of their leading dimensions.
-// Shared memory: none.
+// A thread takes 16 bytes of `out` in RowsPerThread rows, all their operands in flight before the first is used. Columns lie
+// on grid.x, rows on grid.y. Rows of `out` begin at multiples of Alignment bytes.
+// Bound by memory. Shared memory: none.
 #include "autodispatch/activation.cuh"
-#include "autodispatch/types.cuh"
+#include "autodispatch/vector.cuh"
 
-template <typename C, typename T, typename Activation, int TileM, int Vector>
-__global__ void __launch_bounds__(TileM * 32, 1)
+constexpr int Threads = 128;
+
+template <int NumPartials, int Columns, typename C>
+__device__ __forceinline__ void sum_partials(float (&sum)[Columns], const C* c, long long stride) {
+  Vector<C> parts[NumPartials][Columns / Vector<C>::Elements];
+#pragma unroll
+  for (int s = 0; s < NumPartials; ++s)
+#pragma unroll
+    for (int i = 0; i < Columns; i += Vector<C>::Elements) {
+      parts[s][i / Vector<C>::Elements] = load_vector<16, true>(c + s * stride + i);
+    }
+#pragma unroll
+  for (int i = 0; i < Columns; ++i) {
+    sum[i] = parts[0][i / Vector<C>::Elements][i % Vector<C>::Elements];
+#pragma unroll
+    for (int s = 1; s < NumPartials; ++s) sum[i] += parts[s][i / Vector<C>::Elements][i % Vector<C>::Elements];
+  }
+}
+
+template <typename C, typename T, typename Activation, int RowsPerThread, int NumPartials, int Alignment>
+__global__ void __launch_bounds__(Threads, 1)
     activation_product(const C* __restrict__ c1, const C* __restrict__ c2, T* __restrict__ out, long long m,
                        long long n, long long ldc, long long ldout) {
-  const long long row = static_cast<long long>(blockIdx.x) * TileM + threadIdx.x / 32;
-  if (row >= m) return;
-  const long long step = static_cast<long long>(gridDim.y) * 32 * Vector;
-  for (long long column = (blockIdx.y * 32ll + threadIdx.x % 32) * Vector; column < n; column += step) {
-    if (column + Vector <= n) {
-      const auto gate = *reinterpret_cast<const Pack<C, Vector>*>(c1 + row * ldc + column);
-      const auto up = *reinterpret_cast<const Pack<C, Vector>*>(c2 + row * ldc + column);
-      Pack<T, Vector> result;
+  constexpr int Columns = 16 / sizeof(T);
+  const long long column = (static_cast<long long>(blockIdx.x) * Threads + threadIdx.x) * Columns;
+  if (column >= n) return;
+  const long long partial_stride = 2 * m * ldc;
+  const long long step = static_cast<long long>(gridDim.y) * RowsPerThread;
+  for (long long first = static_cast<long long>(blockIdx.y) * RowsPerThread; first < m; first += step) {
+    float gate[RowsPerThread][Columns], up[RowsPerThread][Columns];
 #pragma unroll
-      for (int i = 0; i < Vector; ++i) {
-        result.values[i] = from_float<T>(Activation::template apply<T>(to_float(gate.values[i])) * to_float(up.values[i]));
-      }
-      *reinterpret_cast<Pack<T, Vector>*>(out + row * ldout + column) = result;
-    } else {
-      for (long long x = column; x < n; ++x) {
-        out[row * ldout + x] =
-            from_float<T>(Activation::template apply<T>(to_float(c1[row * ldc + x])) * to_float(c2[row * ldc + x]));
-      }
+    for (int r = 0; r < RowsPerThread; ++r) {
+      const long long offset = (first + r < m ? first + r : m - 1) * ldc + column;
+      sum_partials<NumPartials>(gate[r], c1 + offset, partial_stride);
+      sum_partials<NumPartials>(up[r], c2 + offset, partial_stride);
+    }
+#pragma unroll
+    for (int r = 0; r < RowsPerThread; ++r) {
+      if (first + r >= m) break;
+      T result[Columns];
+#pragma unroll
+      for (int i = 0; i < Columns; ++i) result[i] = from_float<T>(Activation::template apply<T>(gate[r][i]) * up[r][i]);
+      store_vector<Alignment>(out + (first + r) * ldout + column, result, n - column);
     }
   }
 }

@@ -94,7 +94,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
             load_matrix_x4_transposed(w, weights + swizzled<WeightWidth>(step * 16 + lane / 16 * 8 + lane % 8, first / 8));
           }
 #pragma unroll
-          for (int i = 0; i < Rows; ++i) mma_m16n8k16<T>(sums[j][i], w, b[i][step % 2 * 2], b[i][step % 2 * 2 + 1]);
+          for (int i = 0; i < Rows; ++i) mma_m16n8<T>(sums[j][i], w, b[i][step % 2 * 2], b[i][step % 2 * 2 + 1]);
         }
       }
     }

@@ -9,10 +9,10 @@ from autodispatch.device import DeviceInfo
 from autodispatch.launch import MAX_GRID_Y, LaunchConfig, ceil_div, pointer, round_up, size
 from autodispatch.problem import ITEM_BYTES, Matrix, Problem
 from autodispatch.source import load
-from autodispatch.variants.base import KERNEL_TYPES
+from autodispatch.variants.base import KERNEL_TYPES, activation_type
 
-_TILE_M = 8
-_VECTOR = 4
+_THREADS, _OUT_BYTES = 128, 16  # of a thread, as in the kernel
+_ROWS_PER_THREAD = 1
 
 
 def intermediate_dtypes(problem: Problem) -> tuple[str, ...]:
@@ -22,24 +22,26 @@ def intermediate_dtypes(problem: Problem) -> tuple[str, ...]:
 
 
 class Intermediate:
-    """c1 and c2, one after the other in the workspace, with rows padded to 16 bytes."""
+    """c1 and c2, one after the other in the workspace, with rows padded to 8 elements; `partials` times, where k is
+    shared out."""
 
-    def __init__(self, problem: Problem, dtype: str) -> None:
+    def __init__(self, problem: Problem, dtype: str, partials: int = 1) -> None:
         self.dtype = dtype
+        self.partials = partials
         self.leading_dimension = round_up(problem.n, 8)
         self.matrix_bytes = problem.m * self.leading_dimension * ITEM_BYTES[dtype]
-        self.total_bytes = 2 * self.matrix_bytes
+        self.total_bytes = 2 * partials * self.matrix_bytes
 
 
-def activation_product_spec(problem: Problem, intermediate_dtype: str) -> KernelSpec:
-    """The kernel instance; it moves vectors where the problem's alignment lets `out` be written so."""
-    vector = _VECTOR if problem.alignment >= _VECTOR * problem.item_bytes else 1
+def activation_product_spec(problem: Problem, intermediate_dtype: str, partials: int = 1) -> KernelSpec:
+    """The kernel instance; it stores vectors as wide as the problem's alignment lets `out` be written."""
     values = {
         "C": KERNEL_TYPES[intermediate_dtype],
         "T": KERNEL_TYPES[problem.dtype],
-        "Activation": problem.activation,
-        "TileM": _TILE_M,
-        "Vector": vector,
+        "Activation": activation_type(problem),
+        "RowsPerThread": _ROWS_PER_THREAD,
+        "NumPartials": partials,
+        "Alignment": problem.alignment,
     }
     return KernelSpec(load("activation_product"), tuple(values.items()))
 
@@ -48,13 +50,11 @@ class ActivationProduct:
     """The kernel bound to a problem: call it with the workspace, `out` and the stream."""
 
     def __init__(self, problem: Problem, device: DeviceInfo, intermediate: Intermediate) -> None:
-        spec = activation_product_spec(problem, intermediate.dtype)
-        vector = dict(spec.values)["Vector"]
-        assert isinstance(vector, int)
-        self._kernel = compile_kernel(spec, device)
+        self._kernel = compile_kernel(activation_product_spec(problem, intermediate.dtype, intermediate.partials), device)
         self._intermediate = intermediate
-        columns = min(ceil_div(problem.n, 32 * vector), MAX_GRID_Y)
-        self._launch = LaunchConfig((ceil_div(problem.m, _TILE_M), columns), _TILE_M * 32)
+        rows = min(ceil_div(problem.m, _ROWS_PER_THREAD), MAX_GRID_Y)
+        columns = _THREADS * _OUT_BYTES // problem.item_bytes
+        self._launch = LaunchConfig((ceil_div(problem.n, columns), rows), _THREADS)
         self._sizes = (size(problem.m), size(problem.n), size(intermediate.leading_dimension))
 
     def __call__(self, workspace: int, out: Matrix, stream: Any) -> None:

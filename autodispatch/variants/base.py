@@ -22,6 +22,11 @@ SPLIT, FUSED = "split", "fused"
 KERNEL_TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}  # in kernels/include/autodispatch/types.cuh
 
 
+def activation_type(problem: Problem) -> str:
+    """The struct of kernels/include/autodispatch/activation.cuh that a problem asks for."""
+    return f"fast<{problem.activation}>" if problem.math == "fast" else problem.activation
+
+
 class Call(NamedTuple):
     """What an executable works on: the operands, scratch memory of the size it asked for, and the stream."""
 
@@ -130,7 +135,7 @@ class Variant(ABC):
             "C": KERNEL_TYPES[getattr(config, "intermediate", "float32")],
             "Layout": problem.layout,
             "Alignment": problem.alignment,
-            "Activation": problem.activation,
+            "Activation": activation_type(problem),
         }
         values = {p: given[p] if p in given else getattr(config, camel_to_snake(p)) for p in source.parameters}
         return KernelSpec(source, tuple(values.items()), self.architecture_features)

@@ -15,11 +15,11 @@ class FusedSimt(Variant):
     name = "fused_simt"
     path = FUSED
     kind = "cuda"
-    space = simt.SPACE
+    space = simt.FUSED_SPACE
     sources = ("fused_simt",)
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
-        return simt.default(problem)
+        return simt.default(problem, 2)
 
     def work(self, config: simt.SimtConfig, problem: Problem) -> Work:
         return config.work(problem, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
@@ -12,69 +11,104 @@ from autodispatch.launch import MAX_GRID_X, ceil_div
 from autodispatch.problem import Problem
 from autodispatch.variants.base import Unit, Work
 
+# tile_m, columns of both products of a block together, warps_m, warps_n: warps of up to 64 x 80, near squares where tall
+_SHAPES = (
+    (16, 64, 1, 4),
+    (16, 128, 1, 4),
+    (32, 64, 2, 2),
+    (32, 128, 2, 2),
+    (64, 64, 2, 2),
+    (64, 128, 2, 2),
+    (64, 192, 2, 2),
+    (64, 256, 2, 4),
+    (128, 64, 2, 2),
+    (128, 128, 2, 2),
+    (128, 128, 2, 4),
+    (128, 160, 2, 2),
+    (128, 192, 4, 2),
+    (128, 256, 2, 4),
+    (256, 128, 4, 2),
+    (256, 160, 4, 2),
+)
+_RING = {64: (4, 6), 128: (3, 4)}  # stages, by the bytes of k in one
+_REGISTERS = 255
+_OTHER_REGISTERS = 64  # beside accumulators and fragments
+
 
 @dataclass(frozen=True)
 class MmaConfig(Config):
-    """Tunables of the mma.sync kernels; a block has `num_warps` warps."""
-
-    group_m: ClassVar[int] = 8  # tile rows walked together
+    """Tunables of the mma.sync kernels: `warps_m` x `warps_n` warps share a tile; `group_m` tile rows are walked together."""
 
     tile_m: int
     tile_n: int
     tile_k: int
     num_stages: int
-    num_warps: int
-
-    @property
-    def warps_m(self) -> int:
-        return 1 if self.tile_m < 32 else 2
-
-    @property
-    def warps_n(self) -> int:
-        return self.num_warps // self.warps_m
+    warps_m: int
+    warps_n: int
+    group_m: int
 
     @property
     def threads(self) -> int:
-        return 32 * self.num_warps
+        return 32 * self.warps_m * self.warps_n
 
-    def shared_bytes(self, products: int) -> int:
-        return self.num_stages * (self.tile_m + products * self.tile_n) * self.tile_k * 2
+    def shared_bytes(self, products: int, item_bytes: int, out_bytes: int) -> int:
+        """The stages, or the tile on its way out, which reuses them."""
+        stages = self.num_stages * (self.tile_m + products * self.tile_n) * self.tile_k * item_bytes
+        return max(stages, self.tile_m * self.tile_n * out_bytes)
 
-    def accumulators(self, products: int) -> int:
-        return products * self.tile_m * self.tile_n // self.threads
+    def registers(self, products: int, problem: Problem, device: DeviceInfo) -> int:
+        """What a thread holds: accumulators, a step's fragments of `a` (or two steps' few), two groups of the weights',
+        where groups lie in (k, n) rows, and, where there is no asynchronous copy, a stage on its way."""
+        accumulators = products * self.tile_m * self.tile_n // self.threads
+        fragments = 4 * max(4, self.tile_m // self.warps_m // 16) + 8
+        groups = products * self.tile_n // self.warps_n // 16 if problem.layout == "kn" else 0
+        places = groups * (2 if problem.item_bytes == 2 else 6)
+        staged = (self.tile_m + products * self.tile_n) * self.tile_k // 2 // self.threads
+        return accumulators + fragments + places + _OTHER_REGISTERS + (2 * staged if device.compute_capability < (8, 0) else 0)
 
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
 
-    def work(self, problem: Problem, products: int) -> Work:
-        """The products of a kernel whose blocks compute `products` of them."""
+    def work(self, problem: Problem, products: int, shared_bytes: int, sharers: int = 1) -> Work:
+        """The products of a kernel whose blocks compute `products` of them, over a share of k."""
         return Work(
             Unit.TENSOR,
-            2 // products * self.tiles(problem),
+            2 // products * self.tiles(problem) * sharers,
             self.tile_m,
             self.tile_n,
             products,
             self.threads,
-            self.shared_bytes(products),
+            shared_bytes,
             3 - products,
-            ceil_div(problem.k, self.tile_k),
+            ceil_div(ceil_div(problem.k, sharers), self.tile_k),
             (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
+            stages=self.num_stages,
+            sharers=sharers,
         )
 
 
-def requirements() -> tuple[Restriction, ...]:
-    return (
-        Restriction(lambda c, p, d: p.dtype in ("float16", "bfloat16"), "float16 or bfloat16"),
-        Restriction(
-            lambda c, p, d: d.compute_capability >= ((8, 0) if p.dtype == "bfloat16" else (7, 5)),
-            "compute capability 7.5 for float16, 8.0 for bfloat16",
-        ),
-        Restriction(lambda c, p, d: p.alignment >= 16, "pointers and row offsets that are multiples of 16 bytes"),
-    )
+def _needs(problem: Problem) -> tuple[int, int]:
+    return (7, 5) if problem.dtype == "float16" else (8, 0)
+
+
+REQUIREMENTS = (
+    Restriction(
+        lambda c, p, d: p.dtype != "float32" or p.precision == "tf32",
+        'float16 or bfloat16, or float32 with precision="tf32"',
+    ),
+    Restriction(
+        lambda c, p, d: d.compute_capability >= _needs(p), "compute capability 7.5 for float16, 8.0 for the others"
+    ),
+    Restriction(lambda c, p, d: p.alignment >= 16, "pointers and row offsets that are multiples of 16 bytes"),
+)
 
 
 def config_space(
-    products: int, config_type: type[MmaConfig], axes: dict[str, tuple[object, ...]], *more: Restriction
+    products: int,
+    config_type: type[MmaConfig],
+    shared_bytes: Callable[[MmaConfig, Problem], int],
+    axes: dict[str, tuple[object, ...]],
+    *more: Restriction,
 ) -> ConfigSpace:
     """The space of a kernel that computes `products` products per block."""
 
@@ -84,27 +118,40 @@ def config_space(
     return ConfigSpace(
         config_type,
         {
-            "tile_m": (16, 32, 64, 128),
-            "tile_n": (32, 64, 128),
-            "tile_k": (32, 64),
-            "num_stages": (3, 4),
-            "num_warps": (4, 8),
+            "tile_m": (16, 32, 64, 128, 256),
+            "tile_n": (32, 64, 80, 96, 128, 192, 256),
+            "tile_k": (16, 32, 64),
+            "num_stages": (2, 3, 4, 6),
+            "warps_m": (1, 2, 4),
+            "warps_n": (2, 4),
+            "group_m": (8, 16),
             **axes,
         },
         (
-            restriction("tile_n a multiple of 16 per warp")(lambda c, p, d: c.tile_n % (16 * c.warps_n) == 0),
-            restriction("tile_m a multiple of 16 per warp")(lambda c, p, d: c.tile_m % (16 * c.warps_m) == 0),
-            restriction("3 stages of 64 or 4 of 32 in k")(
-                lambda c, p, d: (c.tile_k, c.num_stages) in ((64, 3), (32, 4))
+            restriction("a tile that its warps share in whole fragments")(
+                lambda c, p, d: (c.tile_m, products * c.tile_n, c.warps_m, c.warps_n) in _SHAPES
             ),
-            restriction("8 warps for blocks of 16384 accumulators or more")(
-                lambda c, p, d: c.num_warps == 4 or products * c.tile_m * c.tile_n >= 16384
+            restriction("4 or 6 stages of 64 bytes of k, 3 or 4 of 128; before 8.0 two of 64")(
+                lambda c, p, d: (
+                    c.num_stages in _RING.get(c.tile_k * p.item_bytes, ())
+                    if d.compute_capability >= (8, 0)
+                    else (c.num_stages, c.tile_k) == (2, 32)
+                )
             ),
-            restriction("at most 128 accumulators per thread, 96 where a warp spans over 64 columns")(
-                lambda c, p, d: c.accumulators(products) <= (128 if products * c.tile_n <= 64 * c.warps_n else 96)
+            restriction("before 8.0 a power of two of columns")(
+                lambda c, p, d: d.compute_capability >= (8, 0) or c.tile_n & (c.tile_n - 1) == 0
+            ),
+            restriction("the registers of a thread")(
+                lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
             ),
             restriction("the device's shared memory per block")(
-                lambda c, p, d: c.shared_bytes(products) <= d.shared_bytes_per_block
+                lambda c, p, d: shared_bytes(c, p) <= d.shared_bytes_per_block
+            ),
+            restriction("groups of 8 tile rows, or of 16 where there are more than 8")(
+                lambda c, p, d: c.group_m == 8 or ceil_div(p.m, c.tile_m) > 8
+            ),
+            restriction("tiles of up to 64 rows for up to 64")(
+                lambda c, p, d: c.tile_m <= 64 or p.m > 64
             ),
             restriction("a grid of fewer than 2^31 blocks")(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X),
             *more,
@@ -112,13 +159,16 @@ def config_space(
     )
 
 
-def starting_tile(problem: Problem, widest: int) -> dict[str, int]:
-    """The default's tunables: the tile's height follows m, its width is `widest` for tall tiles."""
+def starting_tile(problem: Problem, products: int, device: DeviceInfo) -> dict[str, int]:
+    """The default's tunables: a tile as tall as m asks for, up to 128, and 128 columns of both products together."""
     tile_m = next((t for t in (16, 32, 64) if problem.m <= t), 128)
+    modern = device.compute_capability >= (8, 0)
     return {
         "tile_m": tile_m,
-        "tile_n": widest if tile_m >= 64 else 64,
-        "tile_k": 32,
-        "num_stages": 4,
-        "num_warps": 4,
+        "tile_n": 128 // products,
+        "tile_k": 64 // problem.item_bytes,
+        "num_stages": 4 if modern else 2,
+        "warps_m": 1 if tile_m == 16 else 2,
+        "warps_n": 2 if modern and tile_m > 16 else 4,
+        "group_m": 8,
     }

@@ -27,6 +27,9 @@ class SimtConfig(Config):
     def threads(self) -> int:
         return self.tile_m // self.thread_m * (self.tile_n // self.thread_n)
 
+    def shared_bytes(self, products: int) -> int:
+        return 2 * self.tile_k * (self.tile_m + 4 + products * (self.tile_n + 4)) * 4
+
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
 
@@ -39,31 +42,54 @@ class SimtConfig(Config):
             self.tile_n,
             products,
             self.threads,
-            self.tile_k * (self.tile_m + products * self.tile_n) * 4,
+            self.shared_bytes(products),
             3 - products,
             ceil_div(problem.k, self.tile_k),
             (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
         )
 
 
-SPACE = ConfigSpace(
-    SimtConfig,
-    {"tile_m": (16, 64, 128), "tile_n": (32, 64, 128), "tile_k": (16,), "thread_m": (2, 4, 8), "thread_n": (2, 4, 8)},
-    (
-        Restriction(
-            lambda c, p, d: (
-                (c.tile_m, c.tile_n, c.thread_m, c.thread_n)
-                in ((16, 32, 2, 2), (16, 64, 2, 4), (64, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 8))
-            ),
-            "a tile that its threads share evenly",
-        ),
-        Restriction(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
-    ),
+# rows and columns of a tile, and of a thread's share; the columns of the two products together, where a block has both
+_SHAPES = (
+    (16, 64, 2, 4),
+    (16, 128, 2, 8),
+    (64, 64, 4, 4),
+    (64, 128, 4, 8),
+    (64, 128, 8, 8),
+    (128, 128, 8, 8),
+    (128, 256, 8, 16),
 )
+_STATIC_SHARED_BYTES = 48 << 10  # the most that any architecture lets a kernel declare
 
 
-def default(problem: Problem) -> SimtConfig:
-    """Small tiles for few rows, else 64 x 64."""
+def _space(products: int) -> ConfigSpace:
+    return ConfigSpace(
+        SimtConfig,
+        {
+            "tile_m": (16, 64, 128),
+            "tile_n": (32, 64, 128),
+            "tile_k": (8, 16),
+            "thread_m": (2, 4, 8),
+            "thread_n": (2, 4, 8),
+        },
+        (
+            Restriction(
+                lambda c, p, d: (c.tile_m, products * c.tile_n, c.thread_m, products * c.thread_n) in _SHAPES,
+                "a tile that its threads share evenly",
+            ),
+            Restriction(
+                lambda c, p, d: c.shared_bytes(products) <= _STATIC_SHARED_BYTES, "48 KB of static shared memory"
+            ),
+            Restriction(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
+        ),
+    )
+
+
+FUSED_SPACE, SPLIT_SPACE = _space(2), _space(1)
+
+
+def default(problem: Problem, products: int) -> SimtConfig:
+    """Small tiles for few rows, else 64 rows by 64 columns of the two products together."""
     if problem.m <= 16:
-        return SimtConfig(16, 32, 16, 2, 2)
+        return SimtConfig(16, 64 // products, 16, 2, 4 // products)
     return SimtConfig(64, 64, 16, 4, 4)

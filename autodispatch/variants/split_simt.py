@@ -16,11 +16,11 @@ class SplitSimt(Variant):
     name = "split_simt"
     path = SPLIT
     kind = "cuda"
-    space = simt.SPACE
+    space = simt.SPLIT_SPACE
     sources = ("split_simt", "activation_product")
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
-        return simt.default(problem)
+        return simt.default(problem, 1)
 
     def work(self, config: simt.SimtConfig, problem: Problem) -> Work:
         return config.work(problem, 1)

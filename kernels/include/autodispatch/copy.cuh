@@ -22,7 +22,12 @@ __device__ __forceinline__ CachePolicy policy_evict_last() {
   return policy;
 }
 
-// Bytes pieces of 4 or 8 go through L1, those of 16 do not.
+// A whole chunk; the rest of its line comes into L2 with it.
+__device__ __forceinline__ void copy_async_whole(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// Pieces of 4 or 8 bytes go through L1, those of 16 do not.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
   if constexpr (Bytes == 16) {
@@ -49,8 +54,22 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 }
 #endif
 
-// Copies `valid` bytes (0 to 16, a multiple of 2) to a 16-byte chunk and clears the rest. The source begins at a multiple of
-// Alignment bytes and is not touched past the valid bytes.
+// The `valid` bytes (0 to 16, a multiple of 2) of a chunk, and zeros behind. The source begins at a multiple of Alignment
+// bytes and is not touched past the valid bytes.
+template <int Alignment>
+__device__ __forceinline__ uint4 read_chunk(const void* global, int valid) {
+  if (Alignment >= 16 && valid == 16) return *static_cast<const uint4*>(global);
+  uint4 data = {0u, 0u, 0u, 0u};
+  const unsigned short* halves = static_cast<const unsigned short*>(global);
+  unsigned* words = &data.x;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (2 * i < valid) words[i / 2] |= static_cast<unsigned>(halves[i]) << (16 * (i % 2));
+  }
+  return data;
+}
+
+// Copies a chunk, asynchronously where the architecture and the alignment allow it.
 template <int Alignment, typename... Policy>
 __device__ __forceinline__ void copy_chunk(void* shared, const void* global, int valid, Policy... policy) {
 #if __CUDA_ARCH__ >= 800
@@ -64,18 +83,7 @@ __device__ __forceinline__ void copy_chunk(void* shared, const void* global, int
     return;
   }
 #endif
-  uint4 data = {0u, 0u, 0u, 0u};
-  if (Alignment >= 16 && valid == 16) {
-    data = *static_cast<const uint4*>(global);
-  } else {
-    const unsigned short* halves = static_cast<const unsigned short*>(global);
-    unsigned* words = &data.x;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (2 * i < valid) words[i / 2] |= static_cast<unsigned>(halves[i]) << (16 * (i % 2));
-    }
-  }
-  *static_cast<uint4*>(shared) = data;
+  *static_cast<uint4*>(shared) = read_chunk<Alignment>(global, valid);
 }
 
 __device__ __forceinline__ void copy_commit() {

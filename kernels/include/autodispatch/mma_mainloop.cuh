@@ -1,8 +1,13 @@
 // The main loop of the tensor-core kernels: TileM x TileN of NumProducts products that share `a`, accumulated in fp32.
+// T is f16, bf16, or float, of which the products are tf32.
 //
 // A stage of shared memory holds TileK of k: a as [TileM][TileK], then each weight as [TileN][TileK] (nk) or
 // [TileK][TileN] (kn), swizzled. NumStages - 1 stages are in flight while one is consumed.
-// Warps stand WarpsM x WarpsN over the tile; a lane's accumulators are those of m16n8 fragments.
+// Warps stand WarpsM x WarpsN over the tile; a lane's accumulators are those of m16n8 fragments. A step is 32 bytes of k; in
+// it, the weights' fragments come in groups of two: gate and up of the same eight columns, or two neighbours of one product.
+// While a group is multiplied the next one is on its way from shared memory, and with the step's last group the next step's
+// fragments of `a`, across the barrier between two stages too: the tensor cores need not wait for either. Where a warp has
+// four or more fragments of `a`, each takes the registers of the one that has just been multiplied for the last time.
 #pragma once
 
 #include "autodispatch/mma.cuh"
@@ -17,72 +22,123 @@ struct MmaMainloop {
   static constexpr int WarpN = TileN / WarpsN;
   static constexpr int WeightRows = Layout == nk ? TileN : TileK;
   static constexpr int WeightWidth = Layout == nk ? TileK : TileN;
-  static constexpr int StageElements = TileM * TileK + NumProducts * TileN * TileK;
+  static constexpr int WeightElements = TileN * TileK;
+  static constexpr int StageElements = TileM * TileK + NumProducts * WeightElements;
+  static constexpr int StageBytes = StageElements * sizeof(T);
   static constexpr int FragmentsM = WarpM / 16;
   static constexpr int FragmentsN = WarpN / 8;
+  static constexpr int Groups = NumProducts * FragmentsN / 2;
+  static constexpr int GroupColumns = NumProducts == 2 ? 8 : 16;
+  static constexpr int StepK = 32 / sizeof(T);
+  static constexpr int Steps = TileK / StepK;
+  static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
+  static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
 
-  static_assert(sizeof(T) == 2, "mma.sync here takes 16-bit elements");
   static_assert(WarpM % 16 == 0, "TileM must be a multiple of 16 * WarpsM");
-  static_assert(WarpN % 16 == 0, "TileN must be a multiple of 16 * WarpsN");
-  static_assert(TileK % 32 == 0, "TileK must be a multiple of 32");
+  static_assert(WarpN % GroupColumns == 0, "a warp's columns must be a multiple of 8, or of 16 for one product");
+  static_assert(Steps % 2 == 0, "TileK must be a multiple of 64 bytes");
   static_assert(NumStages >= 2, "the pipeline needs two stages");
 
-  float accumulators[NumProducts][FragmentsM][FragmentsN][4];
+  // Where the operands lie: `tile_m` and `tile_n` count tiles, the loop covers k from `begin` to `end`.
+  struct Operands {
+    const T* a;
+    const T* b[NumProducts];
+    long long tile_m, tile_n, m, n, k, lda, ldb[NumProducts];
+  };
 
-  static __device__ __forceinline__ void load_stage(T* stage, const T* a, const T* const (&b)[NumProducts],
-                                                    long long tile_m, long long tile_n, long long depth, long long m,
-                                                    long long n, long long k, long long lda,
-                                                    const long long (&ldb)[NumProducts]) {
-    const int thread = threadIdx.x;
-    copy_tile<TileM, TileK, NumThreads>(thread, stage, a, tile_m * TileM, depth, m, k, lda);
+  // The stages on their way from global memory.
+  struct Loader {
+    const Operands& x;
+    TileCopy<TileM, TileK, NumThreads, false, T> a;
+    TileCopy<WeightRows, WeightWidth, NumThreads, WordsOfB, T> b[NumProducts];
+
+    __device__ __forceinline__ Loader(const Operands& operands, long long begin) : x(operands) {
+      a.begin(x.a, x.tile_m * TileM, begin, x.lda);
 #pragma unroll
-    for (int p = 0; p < NumProducts; ++p) {
-      T* shared = stage + TileM * TileK + p * TileN * TileK;
-      if (Layout == nk) {
-        copy_tile<WeightRows, WeightWidth, NumThreads>(thread, shared, b[p], tile_n * TileN, depth, n, k, ldb[p]);
-      } else {
-        copy_tile<WeightRows, WeightWidth, NumThreads>(thread, shared, b[p], depth, tile_n * TileN, k, n, ldb[p]);
-      }
+      for (int p = 0; p < NumProducts; ++p) b[p].begin(x.b[p], weight_row(begin), weight_column(begin), x.ldb[p]);
     }
-  }
 
-  __device__ __forceinline__ void multiply_stage(const T* stage) {
-    const int lane = threadIdx.x % 32;
-    const int warp_m = static_cast<int>(threadIdx.x) / 32 / WarpsN * WarpM;
-    const int warp_n = static_cast<int>(threadIdx.x) / 32 % WarpsN * WarpN;
+    __device__ __forceinline__ long long weight_row(long long depth) const { return Layout == nk ? x.tile_n * TileN : depth; }
+    __device__ __forceinline__ long long weight_column(long long depth) const { return Layout == nk ? depth : x.tile_n * TileN; }
+
+    // Whether all rows and columns of the tile lie inside the operands.
+    __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
+
+    template <bool Whole>
+    __device__ __forceinline__ void fetch(T* stage, long long depth) {
+      T* weights = stage + TileM * TileK;
+      if constexpr (Whole) {
+        a.fetch(stage, x.lda, TileK);
 #pragma unroll
-    for (int step = 0; step < TileK / 16; ++step) {
-      unsigned a[FragmentsM][4];
+        for (int p = 0; p < NumProducts; ++p) {
+          b[p].fetch(weights + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p]);
+        }
+      } else {
+        a.fetch_clipped(stage, x.a, x.tile_m * TileM, depth, x.m, x.k, x.lda);
 #pragma unroll
-      for (int i = 0; i < FragmentsM; ++i) {
-        load_matrix_x4(a[i], stage + swizzled<TileK>(warp_m + i * 16 + lane % 16, step * 2 + lane / 16));
-      }
-#pragma unroll
-      for (int p = 0; p < NumProducts; ++p) {
-        const T* weights = stage + TileM * TileK + p * TileN * TileK;
-#pragma unroll
-        for (int j = 0; j < FragmentsN; j += 2) {
-          unsigned b[4];
-          if (Layout == nk) {
-            const int row = warp_n + j * 8 + (lane & 7) + ((lane >> 4) << 3);
-            load_matrix_x4(b, weights + swizzled<WeightWidth>(row, step * 2 + ((lane >> 3) & 1)));
-          } else {
-            const int row = step * 16 + (lane & 15);
-            load_matrix_x4_transposed(b, weights + swizzled<WeightWidth>(row, (warp_n + j * 8) / 8 + (lane >> 4)));
-          }
-#pragma unroll
-          for (int i = 0; i < FragmentsM; ++i) {
-            mma_m16n8k16<T>(accumulators[p][i][j], a[i], b[0], b[1]);
-            mma_m16n8k16<T>(accumulators[p][i][j + 1], a[i], b[2], b[3]);
-          }
+        for (int p = 0; p < NumProducts; ++p) {
+          b[p].fetch_clipped(weights + p * WeightElements, x.b[p], weight_row(depth), weight_column(depth),
+                             Layout == nk ? x.n : x.k, Layout == nk ? x.k : x.n, x.ldb[p]);
         }
       }
     }
+
+    __device__ __forceinline__ void put(T* stage) {
+      a.put(stage);
+#pragma unroll
+      for (int p = 0; p < NumProducts; ++p) b[p].put(stage + TileM * TileK + p * WeightElements);
+    }
+  };
+
+  float accumulators[NumProducts][FragmentsM][FragmentsN][4];
+
+  static __device__ __forceinline__ int warp_row() { return static_cast<int>(threadIdx.x) / 32 / WarpsN * WarpM; }
+  static __device__ __forceinline__ int warp_column() { return static_cast<int>(threadIdx.x) / 32 % WarpsN * WarpN; }
+
+  // The byte in a stage at which this lane's part of the first step's fragments of `a` begins; later steps flip bits of it.
+  static __device__ __forceinline__ unsigned lane_of_a() {
+    const int lane = threadIdx.x % 32;
+    return swizzled<TileK, sizeof(T)>(warp_row() + lane % 16, lane / 16) * sizeof(T);
   }
 
-  __device__ __forceinline__ void run(T* shared, const T* a, const T* const (&b)[NumProducts], long long tile_m,
-                                      long long tile_n, long long m, long long n, long long k, long long lda,
-                                      const long long (&ldb)[NumProducts]) {
+  static __device__ __forceinline__ void load_a(unsigned (&a)[4], unsigned lane, int step, int i) {
+    load_matrix_x4(a, (lane ^ (step * 32)) + i * 16 * TileK * static_cast<int>(sizeof(T)));
+  }
+
+  // Lanes from 16 on read the second fragment of a group.
+  static __device__ __forceinline__ unsigned lane_of_b() {
+    const int lane = threadIdx.x % 32;
+    const int second = lane / 16;
+    const int base = TileM * TileK + (NumProducts == 2 ? second * WeightElements : 0);
+    const int next = NumProducts == 2 ? 0 : second * 8;
+    if constexpr (Layout == nk) {
+      return (base + swizzled<TileK, sizeof(T)>(warp_column() + next + lane % 8, lane / 8 % 2)) * sizeof(T);
+    } else {
+      return base * sizeof(T);
+    }
+  }
+
+  static __device__ __forceinline__ void load_b(unsigned (&b)[4], unsigned stage, unsigned lane_offset, int step, int group) {
+    const int lane = threadIdx.x % 32;
+    const int column = warp_column() + group * GroupColumns;
+    if constexpr (WordsOfB) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int c = column + lane / 4 + (NumProducts == 2 ? 0 : x / 2 * 8);
+        const int base = TileM * TileK + (NumProducts == 2 ? x / 2 * WeightElements : 0);
+        const int offset = swizzled<TileN, 4, true>(step * 8 + lane % 4 + x % 2 * 4, c / 4) + c % 4;
+        b[x] = load_word(stage + (base + offset) * 4);
+      }
+    } else if constexpr (Layout == kn) {
+      const int chunk = column / 8 + (NumProducts == 2 ? 0 : lane / 16);
+      load_matrix_x4_transposed(b, stage + lane_offset + swizzled<TileN>(step * 16 + lane % 16, chunk) * 2);
+    } else {
+      load_matrix_x4(b, ((stage + lane_offset) ^ (step * 32)) + group * GroupColumns * TileK * static_cast<int>(sizeof(T)));
+    }
+  }
+
+  // Accumulates k from `begin` to `end`; `begin` is a multiple of TileK. `shared` is aligned to 128 bytes.
+  __device__ __forceinline__ void run(T* shared, const Operands& x, long long begin, long long end) {
 #pragma unroll
     for (int p = 0; p < NumProducts; ++p)
 #pragma unroll
@@ -90,42 +146,134 @@ struct MmaMainloop {
 #pragma unroll
         for (int j = 0; j < FragmentsN; ++j)
 #pragma unroll
-          for (int x = 0; x < 4; ++x) accumulators[p][i][j][x] = 0.0f;
+          for (int e = 0; e < 4; ++e) accumulators[p][i][j][e] = 0.0f;
 
-    long long loaded = 0;  // the k at which the next stage to fetch begins
+    Loader loader(x, begin);
+    const bool whole = loader.whole();
+    long long loaded = begin;  // the k at which the next stage to fetch begins
 #pragma unroll
     for (int s = 0; s < NumStages - 1; ++s) {
-      if (loaded < k) load_stage(shared + s * StageElements, a, b, tile_m, tile_n, loaded, m, n, k, lda, ldb);
+      T* target = shared + s * StageElements;
+      if (whole && loaded + TileK <= end) {
+        loader.template fetch<true>(target, loaded);
+        loader.put(target);
+      } else if (loaded < end) {
+        loader.template fetch<false>(target, loaded);
+        loader.put(target);
+      }
       copy_commit();
       loaded += TileK;
     }
+    copy_wait<NumStages - 2>();
+    __syncthreads();
+
+    const unsigned base = shared_address(shared);
+    const unsigned a_lane = lane_of_a();
+    const unsigned b_lane = lane_of_b();
+    unsigned a[BuffersOfA][FragmentsM][4];
+    unsigned b[2][4];
+    unsigned stage = base;
     int read = 0;
     int write = NumStages - 1;
-#pragma unroll 1
-    for (long long depth = 0; depth < k; depth += TileK) {
-      copy_wait<NumStages - 2>();
-      __syncthreads();  // the stage to read is complete for all, and nobody still reads the stage to overwrite
-      if (loaded < k) load_stage(shared + write * StageElements, a, b, tile_m, tile_n, loaded, m, n, k, lda, ldb);
-      copy_commit();
+#pragma unroll
+    for (int i = 0; i < FragmentsM; ++i) load_a(a[0][i], stage + a_lane, 0, i);
+    load_b(b[0], stage, b_lane, 0, 0);
+
+    // Multiplies one stage, and fetches another: a whole one, or what is left of it.
+    const auto turn = [&](auto kind) __attribute__((always_inline)) {
+      constexpr bool Whole = decltype(kind)::value != 0;
+      T* target = shared + write * StageElements;
+      const bool more = Whole || loaded < end;
+      unrolled<Steps * Groups>([&](auto position) __attribute__((always_inline)) {
+        constexpr int index = decltype(position)::value;
+        constexpr int step = index / Groups;
+        constexpr int group = index % Groups;
+        constexpr int now = index % 2;
+        if (group + 1 < Groups) {
+          load_b(b[1 - now], stage, b_lane, step, group + 1);
+        } else {
+          if (step + 1 == Steps) {
+            if (more) loader.put(target);
+            copy_wait<NumStages - 2>();
+            __syncthreads();  // the next stage is there for all, and nobody still reads this one
+            read = read + 1 == NumStages ? 0 : read + 1;
+            stage = base + read * StageBytes;
+          }
+          load_b(b[1 - now], stage, b_lane, (step + 1) % Steps, 0);
+          if constexpr (BuffersOfA == 2) {
+#pragma unroll
+            for (int i = 0; i < FragmentsM; ++i) load_a(a[(step + 1) % 2][i], stage + a_lane, (step + 1) % Steps, i);
+          }
+        }
+        if (step == 0 && group == 0) {
+          if (more) loader.template fetch<Whole>(target, loaded);
+          copy_commit();
+        }
+        if (group == 0) {
+#pragma unroll
+          for (int i = 0; i < FragmentsM; ++i) round_fragment<T>(a[step % BuffersOfA][i]);
+        }
+        round_fragment<T>(b[now]);
+#pragma unroll
+        for (int i = 0; i < FragmentsM; ++i) {
+          float (&first)[4] = accumulators[0][i][NumProducts == 2 ? group : 2 * group];
+          float (&second)[4] = accumulators[NumProducts - 1][i][NumProducts == 2 ? group : 2 * group + 1];
+          mma_m16n8<T>(first, a[step % BuffersOfA][i], b[now][0], b[now][1]);
+          mma_m16n8<T>(second, a[step % BuffersOfA][i], b[now][2], b[now][3]);
+          if (BuffersOfA == 1 && group + 1 == Groups) load_a(a[0][i], stage + a_lane, (step + 1) % Steps, i);
+        }
+      });
       loaded += TileK;
-      multiply_stage(shared + read * StageElements);
-      read = read + 1 == NumStages ? 0 : read + 1;
       write = write + 1 == NumStages ? 0 : write + 1;
-    }
+    };
+    long long depth = begin;
+#pragma unroll 1
+    for (; whole && loaded + TileK <= end; depth += TileK) turn(Constant<1>{});
+#pragma unroll 1
+    for (; depth < end; depth += TileK) turn(Constant<0>{});
+    copy_wait<0>();
+    __syncthreads();  // shared memory is free
   }
 
-  // Calls visit(row, column, i, j, first) for each pair of neighbouring columns that this lane accumulated:
-  // accumulators[p][i][j][first] lies at (row, column) and [first + 1] at (row, column + 1).
-  template <typename Visit>
-  __device__ __forceinline__ void for_each_pair(long long tile_m, long long tile_n, Visit visit) const {
+  // Writes value(i, j, e) of every accumulated output to (tile_m, tile_n) of an m x n matrix of C, through shared memory, in
+  // vectors of 16 bytes. Rows of `out` begin at multiples of 16 bytes.
+  template <typename C, typename Value>
+  static __device__ __forceinline__ void store(void* shared, C* out, const Operands& x, long long ld, Value value) {
+    constexpr int Elements = 16 / sizeof(C);
+    constexpr int Chunks = TileN / Elements;
+    C* tile = static_cast<C*>(shared);
     const int lane = threadIdx.x % 32;
-    const long long row = tile_m * TileM + static_cast<int>(threadIdx.x) / 32 / WarpsN * WarpM + lane / 4;
-    const long long column = tile_n * TileN + static_cast<int>(threadIdx.x) / 32 % WarpsN * WarpN + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < FragmentsM; ++i)
 #pragma unroll
       for (int j = 0; j < FragmentsN; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) visit(row + i * 16 + half * 8, column + j * 8, i, j, half * 2);
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp_row() + i * 16 + half * 8 + lane / 4;
+          const int column = warp_column() + j * 8 + lane % 4 * 2;
+          const int offset = swizzled<TileN, sizeof(C)>(row, column / Elements) + column % Elements;
+          *reinterpret_cast<Pack<C, 2>*>(tile + offset) = {
+              {from_float<C>(value(i, j, half * 2)), from_float<C>(value(i, j, half * 2 + 1))}};
+        }
+    __syncthreads();
+    const long long rows = x.m - x.tile_m * TileM;
+    const long long columns = x.n - x.tile_n * TileN;
+    C* corner = out + x.tile_m * TileM * ld + x.tile_n * TileN;
+#pragma unroll 4
+    for (int index = threadIdx.x; index < TileM * Chunks; index += NumThreads) {
+      const int row = index / Chunks;
+      const int column = index % Chunks * Elements;
+      if (row >= rows) break;
+      const auto vector = *reinterpret_cast<const Pack<C, Elements>*>(tile + swizzled<TileN, sizeof(C)>(row, index % Chunks));
+      C* target = corner + row * ld + column;
+      if (column + Elements <= columns) {
+        *reinterpret_cast<Pack<C, Elements>*>(target) = vector;
+      } else {
+#pragma unroll
+        for (int e = 0; e < Elements; ++e) {
+          if (column + e < columns) target[e] = vector.values[e];
+        }
+      }
+    }
   }
 };

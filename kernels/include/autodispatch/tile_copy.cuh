@@ -1,40 +1,137 @@
-// Tiles of 16-bit elements from global to shared memory. Rows are cut into 16-byte chunks whose place is swizzled by the row,
-// so that the eight rows an ldmatrix reads fall into different banks.
+// Tiles of 16- or 32-bit elements from global to shared memory. Rows are cut into 16-byte chunks whose place is swizzled by
+// the row, so that the eight rows an ldmatrix reads fall into different banks.
 #pragma once
 
 #include "autodispatch/copy.cuh"
 
-// The element offset of 16-byte chunk `chunk` of row `row` in a tile with rows of `Width` elements.
-template <int Width>
+// The offset in elements of 16-byte chunk `chunk` of row `row` in a tile with rows of `Width` elements. Chunks trade places
+// within the largest power of two, up to 8, that divides their number. With Pairs, neighbouring rows differ by two chunks.
+template <int Width, int ElementBytes = 2, bool Pairs = false>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-  constexpr int Chunks = Width / 8;
-  static_assert(Chunks >= 1 && (Chunks & (Chunks - 1)) == 0, "a tile row must be a power of two of at least 8 elements");
-  constexpr int RowsPerLine = Chunks >= 8 ? 1 : 8 / Chunks;  // of 128 bytes
-  constexpr int Phases = Chunks >= 8 ? 8 : Chunks;
-  return row * Width + ((chunk ^ (row / RowsPerLine & (Phases - 1))) << 3);
+  constexpr int Elements = 16 / ElementBytes;
+  constexpr int Chunks = Width / Elements;
+  static_assert(Chunks >= 1 && Width % Elements == 0, "a tile row must be whole chunks of 16 bytes");
+  constexpr int Unit = (Chunks & -Chunks) < 8 ? Chunks & -Chunks : 8;
+  const int phase = row / (8 / Unit) & (Unit - 1);
+  return row * Width + (chunk ^ (Pairs ? phase << 1 & 7 | phase >> 2 : phase)) * Elements;
 }
 
-// Copies Rows x Width elements from (row, column) of a matrix of `rows` x `columns` with leading dimension `ld`; what lies
-// outside becomes zero. `thread` is one of NumThreads; it keeps to one chunk of the width and steps down the rows. Rows
-// begin at multiples of Alignment bytes.
-template <int Rows, int Width, int NumThreads, int Alignment = 16, typename T, typename... Policy>
-__device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global, long long row, long long column,
-                                          long long rows, long long columns, long long ld, Policy... policy) {
-  constexpr int Chunks = Width / 8;
+constexpr int power_of_two_below(int x) { return x < 2 ? x : 2 * power_of_two_below(x / 2); }
+
+// Calls visit(i, offset, source, bytes) for each chunk that `thread`, one of NumThreads, takes of Rows x Width elements from
+// (row, column) of a matrix of `rows` x `columns` with leading dimension `ld`: the i-th, its offset in the tile, where
+// to read it, and how many bytes lie inside. A thread keeps to one chunk of the width and steps down the rows; a width that
+// is no power of two is taken in parts that are.
+template <int Rows, int Width, int NumThreads, bool Pairs = false, int Pitch = Width, int Before = 0, typename T, typename Visit>
+__device__ __forceinline__ void for_each_chunk(int thread, const T* global, long long row, long long column, long long rows,
+                                               long long columns, long long ld, Visit visit, int index = 0) {
+  constexpr int Elements = 16 / sizeof(T);
+  constexpr int Chunks = power_of_two_below(Width / Elements);
   constexpr int RowStep = NumThreads / Chunks;
   static_assert(NumThreads % Chunks == 0, "a thread must keep to one chunk of a tile row");
   const int first = thread / Chunks;
-  const int chunk = thread % Chunks;
-  const long long left = columns - column - chunk * 8;
-  const int bytes = left >= 8 ? 16 : left > 0 ? static_cast<int>(left) * 2 : 0;
+  const int chunk = Before + thread % Chunks;
+  const long long left = columns - column - chunk * Elements;
+  const int bytes = left >= Elements ? 16 : left > 0 ? static_cast<int>(left * sizeof(T)) : 0;
   const int inside = rows - row < Rows ? static_cast<int>(rows - row) : Rows;
-  const T* source = global + (row + first) * ld + column + chunk * 8;
+  const T* source = global + (row + first) * ld + column + chunk * Elements;
 #pragma unroll
   for (int r = 0; r < Rows; r += RowStep) {
     if (Rows % RowStep == 0 || first + r < Rows) {
       const int valid = first + r < inside ? bytes : 0;
-      copy_chunk<Alignment>(shared + swizzled<Width>(first + r, chunk), valid > 0 ? source : global, valid, policy...);
+      visit(index + r / RowStep, swizzled<Pitch, sizeof(T), Pairs>(first + r, chunk), valid > 0 ? source : global, valid);
       source += RowStep * ld;
     }
   }
+  if constexpr (Width > Chunks * Elements) {
+    for_each_chunk<Rows, Width - Chunks * Elements, NumThreads, Pairs, Pitch, Before + Chunks>(
+        thread, global, row, column, rows, columns, ld, visit, index + (Rows + RowStep - 1) / RowStep);
+  }
 }
+
+// Copies a tile; what lies outside the matrix becomes zero. Rows begin at multiples of Alignment bytes.
+template <int Rows, int Width, int NumThreads, int Alignment = 16, bool Pairs = false, typename T, typename... Policy>
+__device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global, long long row, long long column,
+                                          long long rows, long long columns, long long ld, Policy... policy) {
+  for_each_chunk<Rows, Width, NumThreads, Pairs>(
+      thread, global, row, column, rows, columns, ld, [&](int, int offset, const T* source, int bytes) {
+        copy_chunk<Alignment>(shared + offset, source, bytes, policy...);
+      });
+}
+
+// The tiles of one operand, stage after stage. `fetch` takes a tile that lies inside the matrix whole, from where the last
+// one ended; `fetch_clipped` any. From compute capability 8.0 both copy asynchronously; below it a tile is on its way through
+// registers, `put` writes it, and a thread can multiply between the two.
+template <int Rows, int Width, int NumThreads, bool Pairs, typename T, int Pitch = Width, int Before = 0>
+struct TileCopy {
+  static constexpr int Elements = 16 / sizeof(T);
+  static constexpr int Chunks = power_of_two_below(Width / Elements);
+  static constexpr int RowStep = NumThreads / Chunks;
+  static constexpr int Count = (Rows + RowStep - 1) / RowStep;
+
+  const T* source;
+#if __CUDA_ARCH__ < 800
+  uint4 staged[Count];
+#endif
+  TileCopy<Rows, Width - Chunks * Elements, NumThreads, Pairs, T, Pitch, Before + Chunks> rest;
+
+  static __device__ __forceinline__ int first() { return threadIdx.x / Chunks; }
+  static __device__ __forceinline__ int chunk() { return Before + threadIdx.x % Chunks; }
+  static __device__ __forceinline__ T* place(T* shared, int r) {
+    return shared + swizzled<Pitch, sizeof(T), Pairs>(first() + r * RowStep, chunk());
+  }
+
+  __device__ __forceinline__ void begin(const T* global, long long row, long long column, long long ld) {
+    source = global + (row + first()) * ld + column + chunk() * Elements;
+    rest.begin(global, row, column, ld);
+  }
+
+  // `next` elements further on the next tile begins.
+  __device__ __forceinline__ void fetch(T* shared, long long ld, long long next) {
+    const T* from = source;
+#pragma unroll
+    for (int r = 0; r < Count; ++r) {
+      if (Rows % RowStep == 0 || first() + r * RowStep < Rows) {
+#if __CUDA_ARCH__ >= 800
+        copy_async_whole(place(shared, r), from);
+#else
+        staged[r] = *reinterpret_cast<const uint4*>(from);
+#endif
+      }
+      from += RowStep * ld;
+    }
+    source += next;
+    rest.fetch(shared, ld, next);
+  }
+
+  __device__ __forceinline__ void fetch_clipped(T* shared, const T* global, long long row, long long column, long long rows,
+                                                long long columns, long long ld) {
+    for_each_chunk<Rows, Chunks * Elements, NumThreads, Pairs, Pitch, Before>(
+        threadIdx.x, global, row, column, rows, columns, ld, [&](int r, int offset, const T* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+          copy_chunk<16>(shared + offset, from, bytes);
+#else
+          staged[r] = read_chunk<16>(from, bytes);
+#endif
+        });
+    rest.fetch_clipped(shared, global, row, column, rows, columns, ld);
+  }
+
+  __device__ __forceinline__ void put(T* shared) {
+#if __CUDA_ARCH__ < 800
+#pragma unroll
+    for (int r = 0; r < Count; ++r) {
+      if (Rows % RowStep == 0 || first() + r * RowStep < Rows) *reinterpret_cast<uint4*>(place(shared, r)) = staged[r];
+    }
+    rest.put(shared);
+#endif
+  }
+};
+
+template <int Rows, int NumThreads, bool Pairs, typename T, int Pitch, int Before>
+struct TileCopy<Rows, 0, NumThreads, Pairs, T, Pitch, Before> {
+  __device__ __forceinline__ void begin(const T*, long long, long long, long long) {}
+  __device__ __forceinline__ void fetch(T*, long long, long long) {}
+  __device__ __forceinline__ void fetch_clipped(T*, const T*, long long, long long, long long, long long, long long) {}
+  __device__ __forceinline__ void put(T*) {}
+};

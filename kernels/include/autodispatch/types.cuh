@@ -95,6 +95,21 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// A number that a generic lambda can take as a constant.
+template <int Value>
+struct Constant {
+  static constexpr int value = Value;
+};
+
+// Calls body(Constant<0>), ..., body(Constant<Count - 1>), whatever the compiler thinks of unrolling.
+template <int Count, int First = 0, typename Body>
+__device__ __forceinline__ void unrolled(const Body& body) {
+  if constexpr (First < Count) {
+    body(Constant<First>{});
+    unrolled<Count, First + 1>(body);
+  }
+}
+
 // N consecutive elements that move as one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {

@@ -47,3 +47,43 @@ __device__ __forceinline__ Vector<T> load_vector(const T* pointer, long long lef
   }
   return v;
 }
+
+// Elements of N that move as one access at multiples of Alignment bytes.
+template <typename T, int N, int Alignment>
+constexpr int pack_piece = Alignment / static_cast<int>(sizeof(T)) < N ? Alignment / static_cast<int>(sizeof(T)) : N;
+
+// The first `left` of N elements (all, if there are more) in pieces of Alignment bytes, and zeros behind; nothing else is
+// touched.
+template <int Alignment, typename T, int N>
+__device__ __forceinline__ void load_pack(Pack<T, N>& pack, const T* pointer, long long left) {
+  constexpr int Piece = pack_piece<T, N, Alignment>;
+#pragma unroll
+  for (int i = 0; i < N; i += Piece) {
+    if (i + Piece <= left) {
+      *reinterpret_cast<Pack<T, Piece>*>(pack.values + i) = *reinterpret_cast<const Pack<T, Piece>*>(pointer + i);
+    } else {
+#pragma unroll
+      for (int e = i; e < i + Piece; ++e) pack.values[e] = e < left ? pointer[e] : T{};
+    }
+  }
+}
+
+// Stores the first `left` of N elements, in pieces of Alignment bytes where all of a piece are among them.
+template <int Alignment, typename T, int N>
+__device__ __forceinline__ void store_vector(T* pointer, const T (&values)[N], long long left) {
+  constexpr int Piece = pack_piece<T, N, Alignment>;
+#pragma unroll
+  for (int i = 0; i < N; i += Piece) {
+    Pack<T, Piece> piece;
+#pragma unroll
+    for (int e = 0; e < Piece; ++e) piece.values[e] = values[i + e];
+    if (i + Piece <= left) {
+      *reinterpret_cast<Pack<T, Piece>*>(pointer + i) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < Piece; ++e) {
+        if (i + e < left) pointer[i + e] = piece.values[e];
+      }
+    }
+  }
+}
