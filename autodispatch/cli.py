@@ -29,6 +29,7 @@ from autodispatch.fleet import tune_side_by_side
 from autodispatch.layers import Layers
 from autodispatch.maintenance import console, messages
 from autodispatch.options import (
+    Activation,
     Alignment,
     Database,
     Device,
@@ -138,6 +139,7 @@ def tune(
     hf_config: HfConfig = None,
     dtype: Dtypes = None,
     layout: Layouts = None,
+    activation: Activation = None,
     math: Math = "exact",
     precision: Precision = "ieee",
     alignment: Alignment = None,
@@ -169,7 +171,7 @@ def tune(
         problems = list(dict.fromkeys(p for d in every for p in missed_problems(store, d)))
     else:
         problems = problems_of(
-            chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment
+            chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, activation, math, precision, alignment
         )
     if dry_run:
         subject = Tuner(store, runner_for(chosen, isolate))
@@ -227,6 +229,7 @@ def explain(
     hf_config: HfConfig = None,
     dtype: Dtypes = None,
     layout: Layouts = None,
+    activation: Activation = None,
     math: Math = "exact",
     precision: Precision = "ieee",
     alignment: Alignment = None,
@@ -236,7 +239,9 @@ def explain(
 ) -> None:
     """What a call of each shape would run, where the choice comes from, and why. Measures nothing."""
     chosen = device_of(device)
-    problems = problems_of(chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    problems = problems_of(
+        chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, activation, math, precision, alignment
+    )
     dispatcher = Dispatcher(settings_of(database))
     found = [dispatcher.explain_problem(p, chosen) for p in problems]
     if as_json:
@@ -256,6 +261,7 @@ def bench(
     hf_config: HfConfig = None,
     dtype: Dtypes = None,
     layout: Layouts = None,
+    activation: Activation = None,
     math: Math = "exact",
     precision: Precision = "ieee",
     alignment: Alignment = None,
@@ -267,7 +273,9 @@ def bench(
 ) -> None:
     """Times the likely candidates, or all, and the library in one interleaved run. Stores nothing."""
     chosen = device_of(device)
-    problems = problems_of(chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, math, precision, alignment)
+    problems = problems_of(
+        chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, activation, math, precision, alignment
+    )
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     registry = Registry()

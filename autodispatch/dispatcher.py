@@ -113,8 +113,9 @@ class Dispatcher:
                 DLPack or `__cuda_array_interface__` on a GPU; NumPy on the CPU. Weights kept as (n, k) are passed as
                 transposed views.
             out: (m, n) array for the result, which may not overlap an input; a new one by default.
-            activation: of the gate a @ b1; `silu`.
-            math: `exact` rounds once, at the store; `fast` also allows bfloat16 intermediates for bfloat16 data.
+            activation: of the gate a @ b1: `silu`, `gelu`, `gelu_tanh`, `relu` or `sigmoid`.
+            math: `exact` rounds once, at the store; `fast` also allows bfloat16 intermediates for bfloat16 data, and
+                for float32 the approximation of the activation that 16-bit results have anyway.
             precision: for float32, `ieee` (the default) or `tf32`.
             candidate: use this one, by name of the variant or as a Candidate, instead of choosing.
 

@@ -195,16 +195,18 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
         tensor = 2048.0
     else:
         tensor = 4096.0 if (9, 0) <= cc < (12, 0) else 1024.0
+    if problem.dtype == "float32":
+        tensor /= 2  # tf32
     if work.unit is Unit.LIBRARY:
         return 0.75 * (fp32 if problem.dtype == "float32" and problem.precision == "ieee" else tensor)
     if work.unit is Unit.FP32:
-        return 0.35 * fp32
+        return 0.6 * fp32
     if work.unit is Unit.GEMV:
         return 0.1 * fp32
     if work.unit is Unit.DECODE:
         return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists; small tiles wait for shared memory
-    reach = 0.4 if (9, 0) <= cc < (12, 0) else 0.75
+    reach = 0.45 if (9, 0) <= cc < (12, 0) else 0.8
     elements = work.tile_m * work.tile_n * work.products
     return float(reach * tensor * min(1.0, (elements / 16384) ** 0.5))
 

@@ -10,7 +10,7 @@ import typer
 
 from autodispatch import shapes
 from autodispatch.device import DeviceInfo, cpu_device, cuda_device, default_device
-from autodispatch.problem import Problem
+from autodispatch.problem import ACTIVATIONS, Problem
 from autodispatch.settings import Settings
 
 Shapes = Annotated[list[str] | None, typer.Argument(metavar="M,N,K...", help="Shapes: out is M x N, a is M x K.")]
@@ -21,7 +21,11 @@ ShapesFile = Annotated[Path | None, typer.Option("--shapes", help="A file of M,N
 HfConfig = Annotated[Path | None, typer.Option("--hf-config", help="A Hugging Face config.json to read N and K from.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, float16 or bfloat16; may be repeated.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help="kn or nk; may be repeated.")]
-Math = Annotated[str, typer.Option("--math", help="exact, or fast to allow bfloat16 intermediates.")]
+Activation = Annotated[
+    str | None,
+    typer.Option("--activation", help=f"{', '.join(ACTIVATIONS)}; default that of --hf-config, or silu."),
+]
+Math = Annotated[str, typer.Option("--math", help="exact, or fast to allow bfloat16 intermediates and approximations.")]
 Precision = Annotated[str, typer.Option("--precision", help="ieee, or tf32 to allow it for float32.")]
 Alignment = Annotated[
     int | None, typer.Option("--alignment", help="Bytes that divide pointers and rows; default that of packed arrays.")
@@ -42,6 +46,7 @@ def problems_of(
     hf_config: Path | None,
     dtypes: list[str] | None,
     layouts: list[str] | None,
+    activation: str | None,
     math: str,
     precision: str,
     alignment: int | None,
@@ -52,7 +57,8 @@ def problems_of(
         if shapes_file is not None:
             found += shapes.from_file(shapes_file)
         if hf_config is not None:
-            n, k = shapes.from_hf_config(hf_config)
+            n, k, its_activation = shapes.from_hf_config(hf_config)
+            activation = activation or its_activation
         if ms is not None or hf_config is not None:
             if n is None or k is None:
                 raise ValueError("--m must come with --n and --k, or with --hf-config")
@@ -60,7 +66,8 @@ def problems_of(
         if not found:
             raise ValueError("give shapes as M,N,K, or --m with --n and --k, or --hf-config, or --shapes")
         default = "float32" if device.kind == "cpu" else "bfloat16"
-        return shapes.problems(found, dtypes or [default], layouts or ["kn"], math, precision, alignment)
+        names = (activation or ACTIVATIONS[0], math, precision)
+        return shapes.problems(found, dtypes or [default], layouts or ["kn"], *names, alignment)
     except ValueError as cause:
         raise typer.BadParameter(str(cause)) from cause
 

@@ -12,7 +12,7 @@ from autodispatch.errors import UnsupportedProblemError
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LAYOUTS = ("kn", "nk")
-ACTIVATIONS = ("silu",)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid")
 PRECISIONS = ("ieee", "tf32")
 MATHS = ("exact", "fast")
 MAX_ALIGNMENT = 16
@@ -57,9 +57,10 @@ class Problem:
         dtype: of all four arrays, `float32`, `float16` or `bfloat16`.
         layout: `kn` if the weights are row-major (k, n), `nk` if they are transposed views of (n, k) storage.
         alignment: bytes (2 to 16) that divide every pointer and every row's offset.
-        activation: applied to the gate, `silu`.
+        activation: of the gate: `silu` (SwiGLU), `gelu` or `gelu_tanh` (GeGLU), `relu` (ReGLU), `sigmoid` (GLU).
         precision: `ieee`, or `tf32` where the caller allows it for float32.
-        math: `exact` (one rounding, at the store), or `fast` where the caller allows a second one.
+        math: `exact` (one rounding, at the store), or `fast` where the caller allows a second one, and the activation's
+            approximation for float32.
     """
 
     m: int
@@ -102,6 +103,7 @@ class Problem:
     def options(self) -> str:
         """The problem as arguments of the command line."""
         words = [f"{self.m},{self.n},{self.k} --dtype {self.dtype} --layout {self.layout}"]
+        words += [f"--activation {self.activation}"] if self.activation != ACTIVATIONS[0] else []
         words += [f"--math {self.math}"] if self.math != MATHS[0] else []
         words += [f"--precision {self.precision}"] if self.precision != PRECISIONS[0] else []
         natural = natural_alignment(self.m, self.n, self.k, self.dtype, self.layout)
@@ -109,7 +111,8 @@ class Problem:
         return " ".join(words)
 
     def __str__(self) -> str:
-        extras = [x for x, plain in ((self.precision, "ieee"), (self.math, "exact")) if x != plain]
+        plain = ((self.activation, ACTIVATIONS[0]), (self.precision, PRECISIONS[0]), (self.math, MATHS[0]))
+        extras = [x for x, default in plain if x != default]
         if self.alignment != MAX_ALIGNMENT:
             extras.append(f"align{self.alignment}")
         return " ".join([f"{self.m},{self.n},{self.k}", self.dtype, self.layout, *extras])

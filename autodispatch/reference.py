@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from autodispatch.activations import ACTIVATIONS, MAX_ERROR, MAX_ERROR_EXACT_FLOAT, MAX_SLOPE
 from autodispatch.arrays import Family, family_of, operands, settle
 from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.errors import UnsupportedProblemError
 from autodispatch.launch import round_up
 from autodispatch.problem import ITEM_BYTES, Operands, Problem
-from autodispatch.variants.cpu import ACTIVATIONS  # NumPy functions, which CuPy arrays dispatch to CuPy
 
 # half the distance between neighbouring values near 1, and half the smallest subnormal (fp32 results are flushed)
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
-MAX_SLOPE = {"silu": 1.1}
-_EVALUATION = 2.0**-20  # the activation and the product in fp32: a few units in the last place
+_PRODUCT = 2.0**-22  # of activation and up projection, in fp32
 _MAX_CHECKED = 1 << 28  # outputs; of a larger result, rows at both ends and between are checked
 
 
@@ -123,7 +122,9 @@ def reference(a: Any, b1: Any, b2: Any, problem: Problem) -> tuple[Any, Any]:
         slope = MAX_SLOPE[problem.activation]
         propagated = slope * error1 * (abs(c2) + error2) + abs(gate) * error2
         rounding = UNIT_ROUNDOFF[problem.dtype]
-        tolerance = (rounding + _EVALUATION) * abs(expected) + (1 + rounding) * propagated + SMALLEST[problem.dtype]
+        exact = problem.math == "exact" and problem.dtype == "float32"
+        evaluation = _PRODUCT + (MAX_ERROR_EXACT_FLOAT if exact else MAX_ERROR)[problem.activation]
+        tolerance = (rounding + evaluation) * abs(expected) + (1 + rounding) * propagated + SMALLEST[problem.dtype]
     return expected, tolerance
 
 

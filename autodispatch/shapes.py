@@ -7,8 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autodispatch.problem import ITEM_BYTES, MATHS, PRECISIONS, Problem, check_choice, natural_alignment
+from autodispatch.problem import (
+    ACTIVATIONS,
+    ITEM_BYTES,
+    MATHS,
+    PRECISIONS,
+    Problem,
+    check_choice,
+    natural_alignment,
+)
 
+# of gated MLPs; models with a plain gelu or relu have no gate
+HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LADDER = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -48,10 +58,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(p) for p in parts)
 
 
-def from_hf_config(path: Path) -> tuple[int, int]:
-    """(n, k) of the gated MLP that a Hugging Face `config.json` describes: n its width, k the hidden size.
+def from_hf_config(path: Path) -> tuple[int, int, str]:
+    """(n, k, activation) of the gated MLP that a Hugging Face `config.json` describes: n its width, k the hidden size.
 
-    Raises ValueError if the file does not describe one with a SiLU gate.
+    Raises ValueError if the file does not describe one with an activation that is known.
     """
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -66,15 +76,16 @@ def from_hf_config(path: Path) -> tuple[int, int]:
     if not isinstance(n, int) or not isinstance(k, int):
         raise ValueError(f"{path} must have hidden_size and intermediate_size (got {k!r} and {n!r})")
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"{path} must have hidden_act silu (got {activation!r})")
-    return n, k
+    if activation not in HF_ACTIVATIONS:
+        raise ValueError(f"{path} must have hidden_act {', '.join(HF_ACTIVATIONS)} (got {activation!r})")
+    return n, k, HF_ACTIVATIONS[activation]
 
 
 def problems(
     shapes: Iterable[tuple[int, int, int]],
     dtypes: Sequence[str],
     layouts: Sequence[str],
+    activation: str = ACTIVATIONS[0],
     math: str = MATHS[0],
     precision: str = PRECISIONS[0],
     alignment: int | None = None,
@@ -89,5 +100,5 @@ def problems(
         for layout in layouts:
             for m, n, k in shapes:
                 bytes_ = natural_alignment(m, n, k, dtype, layout) if alignment is None else alignment
-                found.append(Problem(m, n, k, dtype, layout, bytes_, precision=precision, math=math))
+                found.append(Problem(m, n, k, dtype, layout, bytes_, activation, precision, math))
     return list(dict.fromkeys(found))

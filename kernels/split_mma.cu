@@ -12,7 +12,7 @@
 
 template <typename T, typename C, WeightLayout Layout, int TileM, int TileN, int TileK, int NumStages, int WarpsM,
           int WarpsN, int GroupM>
-__global__ void __launch_bounds__(WarpsM * WarpsN * 32, 1)
+__global__ void __launch_bounds__(WarpsM * WarpsN * 32, WarpsM * WarpsN <= 6 ? 2 : 1)
     split_mma(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, C* __restrict__ c1,
               C* __restrict__ c2, long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2,
               long long ldc) {

@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="try every N-th config only, under a slow tool such as memcheck",
     )
+    parser.addoption(
+        "--all-builds",
+        action="store_true",
+        help="build every config for every architecture, which takes a quarter of an hour, and not only a share",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -195,19 +195,24 @@ def test_problems_are_every_combination_once() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"hidden_size": 1536, "intermediate_size": 8960, "hidden_act": "silu"}, (8960, 1536)),
-        ({"text_config": {"hidden_size": 64, "intermediate_size": 128}}, (128, 64)),
-        ({"hidden_size": 64, "intermediate_size": 999, "moe_intermediate_size": 96}, (96, 64)),
+        ({"hidden_size": 1536, "intermediate_size": 8960, "hidden_act": "silu"}, (8960, 1536, "silu")),
+        ({"text_config": {"hidden_size": 64, "intermediate_size": 128}}, (128, 64, "silu")),
+        ({"hidden_size": 64, "intermediate_size": 999, "moe_intermediate_size": 96}, (96, 64, "silu")),
+        (
+            {"hidden_size": 64, "intermediate_size": 128, "hidden_activation": "gelu_pytorch_tanh"},
+            (128, 64, "gelu_tanh"),
+        ),
     ],
 )
-def test_a_hugging_face_config_gives_n_and_k(tmp_path: Path, config: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_a_hugging_face_config_gives_n_k_and_activation(
+    tmp_path: Path, config: dict[str, Any], expected: tuple[int, int, str]
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert from_hf_config(path) == expected
     result = json.loads(run("explain", "--hf-config", str(path), *CPU, "--json").stdout)
-    assert [(e["problem"]["m"], e["problem"]["n"], e["problem"]["k"]) for e in result] == [
-        (m, *expected) for m in LADDER
-    ]
+    found = [tuple(e["problem"][x] for x in ("m", "n", "k", "activation")) for e in result]
+    assert found == [(m, *expected) for m in LADDER]
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ def test_shared_memory_limits_the_space() -> None:
     wide = list(VARIANTS["fused_mma"].candidates(problem, H200))
     narrow = list(VARIANTS["fused_mma"].candidates(problem, RTX3090))
     assert set(narrow) < set(wide)
-    assert all(c.config.shared_bytes(2) <= 99 * KIB for c in narrow)  # type: ignore[attr-defined]
+    assert all(c.config.shared_bytes(2, 2, 2) <= 99 * KIB for c in narrow)  # type: ignore[attr-defined]
 
 
 def test_bfloat16_needs_compute_capability_8_on_tensor_cores_and_is_served_below_it() -> None:
     problem = Problem(64, 64, 64, "bfloat16")
-    assert VARIANTS["fused_mma"].unmet(problem, T4) == ["compute capability 7.5 for float16, 8.0 for bfloat16"]
+    assert VARIANTS["fused_mma"].unmet(problem, T4) == ["compute capability 7.5 for float16, 8.0 for the others"]
     assert VARIANTS["fused_mma"].unmet(problem, A100) == []
     assert {c.variant.name for c in REGISTRY.candidates(problem, T4)} == {"fused_simt", "split_simt"}
 

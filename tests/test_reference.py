@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autodispatch.activations import silu
 from autodispatch.device import cpu_device
 from autodispatch.problem import Problem
 from autodispatch.reference import Checker, GuardedOutput, compare, decode, encode, make_inputs, reference
-from autodispatch.variants.cpu import silu
 
 DTYPES = ("float32", "float16", "bfloat16")
 CPU = cpu_device()

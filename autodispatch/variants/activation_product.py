@@ -50,7 +50,9 @@ class ActivationProduct:
     """The kernel bound to a problem: call it with the workspace, `out` and the stream."""
 
     def __init__(self, problem: Problem, device: DeviceInfo, intermediate: Intermediate) -> None:
-        self._kernel = compile_kernel(activation_product_spec(problem, intermediate.dtype, intermediate.partials), device)
+        self._kernel = compile_kernel(
+            activation_product_spec(problem, intermediate.dtype, intermediate.partials), device
+        )
         self._intermediate = intermediate
         rows = min(ceil_div(problem.m, _ROWS_PER_THREAD), MAX_GRID_Y)
         columns = _THREADS * _OUT_BYTES // problem.item_bytes

@@ -6,10 +6,10 @@ Both compute in float32 and round once to the type of `out`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from autodispatch.activations import ACTIVATIONS
 from autodispatch.config import Config, ConfigSpace
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import ceil_div
@@ -85,14 +85,3 @@ class _CpuExecutable(Executable):
                     gate = self._activation(gate)
                     gate *= rows @ b2[:, columns]
                     out[i : i + self._tile_m, columns] = gate
-
-
-def silu(x: Any) -> Any:
-    """x / (1 + exp(-x)) in the type of x, without overflow, with the limit 0 at -inf; see activation.cuh."""
-    lowest = np.finfo(x.dtype).min
-    x = np.where(x == -np.inf, lowest, x)
-    h = np.exp(-0.5 * np.abs(x))
-    return np.where(x < 0, x * h * h, x) / (1 + h * h)
-
-
-ACTIVATIONS = {"silu": silu}

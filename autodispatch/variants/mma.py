@@ -11,7 +11,7 @@ from autodispatch.launch import MAX_GRID_X, ceil_div
 from autodispatch.problem import Problem
 from autodispatch.variants.base import Unit, Work
 
-# tile_m, columns of both products of a block together, warps_m, warps_n: warps of up to 64 x 80, near squares where tall
+# tile_m, columns of both products of a block together, warps_m, warps_n: warps of up to 64 x 80, near squares
 _SHAPES = (
     (16, 64, 1, 4),
     (16, 128, 1, 4),
@@ -19,25 +19,30 @@ _SHAPES = (
     (32, 128, 2, 2),
     (64, 64, 2, 2),
     (64, 128, 2, 2),
+    (64, 160, 2, 2),
     (64, 192, 2, 2),
     (64, 256, 2, 4),
     (128, 64, 2, 2),
     (128, 128, 2, 2),
     (128, 128, 2, 4),
+    (128, 144, 2, 3),
     (128, 160, 2, 2),
     (128, 192, 4, 2),
     (128, 256, 2, 4),
     (256, 128, 4, 2),
     (256, 160, 4, 2),
 )
-_RING = {64: (4, 6), 128: (3, 4)}  # stages, by the bytes of k in one
+_RING = {64: (4,), 128: (3, 4)}  # stages, by the bytes of k in one
+_DEEP_RING, _DEEP_RING_ROWS = 6, 64  # of 128 bytes, where a tile is small and the job is to read the weights
+_TALL = 32  # tile rows, from where on walking 16 of them together can pay
 _REGISTERS = 255
 _OTHER_REGISTERS = 64  # beside accumulators and fragments
 
 
 @dataclass(frozen=True)
 class MmaConfig(Config):
-    """Tunables of the mma.sync kernels: `warps_m` x `warps_n` warps share a tile; `group_m` tile rows are walked together."""
+    """Tunables of the mma.sync kernels: `warps_m` x `warps_n` warps share a tile, and `group_m` tile rows are walked
+    together."""
 
     tile_m: int
     tile_n: int
@@ -63,8 +68,11 @@ class MmaConfig(Config):
         fragments = 4 * max(4, self.tile_m // self.warps_m // 16) + 8
         groups = products * self.tile_n // self.warps_n // 16 if problem.layout == "kn" else 0
         places = groups * (2 if problem.item_bytes == 2 else 6)
-        staged = (self.tile_m + products * self.tile_n) * self.tile_k // 2 // self.threads
-        return accumulators + fragments + places + _OTHER_REGISTERS + (2 * staged if device.compute_capability < (8, 0) else 0)
+        staged = 0
+        if device.compute_capability < (8, 0):
+            staged = (self.tile_m + products * self.tile_n) * self.tile_k // self.threads
+        other = _OTHER_REGISTERS + (16 if device.compute_capability >= (10, 0) else 0)
+        return accumulators + fragments + places + staged + other
 
     def tiles(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n)
@@ -103,6 +111,13 @@ REQUIREMENTS = (
 )
 
 
+def _ring_suits(config: MmaConfig, k_bytes: int, device: DeviceInfo) -> bool:
+    if device.compute_capability < (8, 0):
+        return (config.num_stages, config.tile_k) == (2, 32)
+    deep = config.num_stages == _DEEP_RING and k_bytes == 128 and config.tile_m <= _DEEP_RING_ROWS
+    return deep or config.num_stages in _RING.get(k_bytes, ())
+
+
 def config_space(
     products: int,
     config_type: type[MmaConfig],
@@ -119,11 +134,11 @@ def config_space(
         config_type,
         {
             "tile_m": (16, 32, 64, 128, 256),
-            "tile_n": (32, 64, 80, 96, 128, 192, 256),
+            "tile_n": (32, 64, 72, 80, 96, 128, 192, 256),
             "tile_k": (16, 32, 64),
             "num_stages": (2, 3, 4, 6),
             "warps_m": (1, 2, 4),
-            "warps_n": (2, 4),
+            "warps_n": (2, 3, 4),
             "group_m": (8, 16),
             **axes,
         },
@@ -131,12 +146,8 @@ def config_space(
             restriction("a tile that its warps share in whole fragments")(
                 lambda c, p, d: (c.tile_m, products * c.tile_n, c.warps_m, c.warps_n) in _SHAPES
             ),
-            restriction("4 or 6 stages of 64 bytes of k, 3 or 4 of 128; before 8.0 two of 64")(
-                lambda c, p, d: (
-                    c.num_stages in _RING.get(c.tile_k * p.item_bytes, ())
-                    if d.compute_capability >= (8, 0)
-                    else (c.num_stages, c.tile_k) == (2, 32)
-                )
+            restriction("4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles; before 8.0 two of 64")(
+                lambda c, p, d: _ring_suits(c, c.tile_k * p.item_bytes, d)
             ),
             restriction("before 8.0 a power of two of columns")(
                 lambda c, p, d: d.compute_capability >= (8, 0) or c.tile_n & (c.tile_n - 1) == 0
@@ -144,15 +155,16 @@ def config_space(
             restriction("the registers of a thread")(
                 lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
             ),
+            restriction("six warps, of which an SM has two blocks, for 16-bit elements; for kn 64 bytes of k")(
+                lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and (p.layout == "nk" or c.tile_k == 32))
+            ),
             restriction("the device's shared memory per block")(
                 lambda c, p, d: shared_bytes(c, p) <= d.shared_bytes_per_block
             ),
-            restriction("groups of 8 tile rows, or of 16 where there are more than 8")(
-                lambda c, p, d: c.group_m == 8 or ceil_div(p.m, c.tile_m) > 8
+            restriction("groups of 8 tile rows, or of 16 where there are more than 32 of 128 and more")(
+                lambda c, p, d: c.group_m == 8 or (c.tile_m >= 128 and ceil_div(p.m, c.tile_m) > _TALL)
             ),
-            restriction("tiles of up to 64 rows for up to 64")(
-                lambda c, p, d: c.tile_m <= 64 or p.m > 64
-            ),
+            restriction("tiles of up to 64 rows for up to 64")(lambda c, p, d: c.tile_m <= 64 or p.m > 64),
             restriction("a grid of fewer than 2^31 blocks")(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X),
             *more,
         ),
@@ -169,6 +181,6 @@ def starting_tile(problem: Problem, products: int, device: DeviceInfo) -> dict[s
         "tile_k": 64 // problem.item_bytes,
         "num_stages": 4 if modern else 2,
         "warps_m": 1 if tile_m == 16 else 2,
-        "warps_n": 2 if modern and tile_m > 16 else 4,
+        "warps_n": 4 if tile_m == 16 or (tile_m == 128 and not modern) else 2,
         "group_m": 8,
     }

@@ -12,7 +12,7 @@ import pytest
 from autodispatch.benchmark import CudaWorkbench
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import round_up
-from autodispatch.problem import Problem
+from autodispatch.problem import ACTIVATIONS, Problem
 from autodispatch.variants import VARIANTS, Candidate
 from tests.gpu.conftest import DTYPES
 
@@ -45,10 +45,11 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
 def test_every_config_is_right_on_sizes_around_its_tile(
     device: DeviceInfo, request: pytest.FixtureRequest, name: str, layout: str, dtype: str
 ) -> None:
-    base = Problem(1, 64, 64, dtype, layout)
+    tf32 = dtype == "float32" and name in ("fused_mma", "split_mma")
+    base = Problem(1, 64, 64, dtype, layout, precision="tf32" if tf32 else "ieee")
     variant = VARIANTS[name]
     if variant.unmet(base, device):
-        assert dtype == "float32" and ("mma" in name or name == "fused_decode")
+        assert dtype == "float32" and ("wgmma" in name or name == "fused_decode")
         return
     some = (replace(base, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, 4096))
     candidates = list({c.key: c for problem in some for c in variant.candidates(problem, device)}.values())
@@ -113,6 +114,20 @@ def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dty
             assert bench.check(executable).status == "ok"
             results.add(bench.result().tobytes())
         assert len(results) == 1, candidate
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_variant_has_every_activation(device: DeviceInfo, dtype: str, activation: str) -> None:
+    problem = Problem(5, 136, 264, dtype, "nk", activation=activation)
+    bench = CudaWorkbench(device)
+    bench.load(problem, copies=0)
+    candidates = [c for v in VARIANTS.values() if (c := v.candidate(problem, device))]
+    assert len(candidates) >= 3
+    for candidate in candidates:
+        check = bench.check(candidate.executable(problem, device))
+        assert check.status == "ok", f"{candidate}: {check.reason}"
+    bench.unload()
 
 
 def test_fast_math_keeps_its_own_tolerance_and_is_refused_unasked(device: DeviceInfo) -> None:

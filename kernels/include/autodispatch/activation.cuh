@@ -2,44 +2,54 @@
 // accurately as a result of type T can show: for 16-bit results the hardware's approximations of 2^x and 1 / x do, for float
 // they do where the caller allows it, which is `fast<Activation>`. The kernels multiply by the up projection and round once,
 // at the store. NaN stays NaN, -inf becomes the limit 0 (as -0).
-// docs/numerics.md has the measured errors. A new activation is one more struct here, and its name and float64 form in
-// autodispatch/activations.py.
+// docs/numerics.md has the measured errors. A new activation is one more struct here, its name in autodispatch/problem.py,
+// and its float64 form in autodispatch/activations.py.
 #pragma once
 
 #include "autodispatch/types.cuh"
 
+struct approximate_float {
+  float value;
+};
+
 template <typename T>
-constexpr bool approximate = sizeof(T) == 2;
+constexpr bool is_exact_float = false;
+template <>
+constexpr bool is_exact_float<float> = true;
 
 constexpr float Lowest = -3.4028235e38f;
 constexpr float Log2E = 1.44269504f;
 
-// 1 / (1 + exp(-x)).
-struct sigmoid {
-  template <typename T>
-  static __device__ __forceinline__ float apply(float x) {
-    if constexpr (approximate<T>) {
-      return reciprocal(1.0f + exp2_approximate(x * -Log2E));
-    } else {
-      const float h = expf(-0.5f * fabsf(x));  // of half of x nothing overflows, and the tail stays accurate
-      const float e = h * h;
-      return __fdividef(x < 0.0f ? e : 1.0f, 1.0f + e);
-    }
-  }
-};
+template <typename T>
+__device__ __forceinline__ float exponential(float x) {
+  return is_exact_float<T> ? expf(x) : exp2_approximate(x * Log2E);
+}
 
-// x * sigmoid(y), whose limit at -inf is 0.
+template <typename T>
+__device__ __forceinline__ float quotient(float x, float y) {
+  return is_exact_float<T> ? __fdividef(x, y) : x * reciprocal(y);
+}
+
+// x / (1 + exp(-y)). With T of 16 bits it is zero below a y of -87; else h = exp(-|y| / 2) keeps the tail accurate until the
+// result itself is subnormal.
 template <typename T>
 __device__ __forceinline__ float times_sigmoid(float x, float y) {
-  if constexpr (approximate<T>) {
+  if constexpr (sizeof(T) == 2) {
     return x * reciprocal(1.0f + exp2_approximate(y * -Log2E));
   } else {
-    const float h = expf(-0.5f * fabsf(y));
-    return __fdividef(y < 0.0f ? (x * h) * h : x, 1.0f + h * h);
+    const float h = exponential<T>(-0.5f * fabsf(y));
+    return quotient<T>(y < 0.0f ? (x * h) * h : x, 1.0f + h * h);
   }
 }
 
-// x * sigmoid(x). With T of 16 bits it is zero below a gate of -88.
+struct sigmoid {
+  template <typename T>
+  static __device__ __forceinline__ float apply(float x) {
+    return times_sigmoid<T>(1.0f, x);
+  }
+};
+
+// x * sigmoid(x).
 struct silu {
   template <typename T>
   static __device__ __forceinline__ float apply(float x) {
@@ -63,10 +73,10 @@ struct gelu {
   template <typename T>
   static __device__ __forceinline__ float apply(float x) {
     const float finite = at_least(x, Lowest);
-    if constexpr (approximate<T>) {
-      return approximation(finite);
-    } else {
+    if constexpr (is_exact_float<T>) {
       return finite * normcdff(finite);
+    } else {
+      return approximation(finite);
     }
   }
 
@@ -80,8 +90,8 @@ struct gelu {
     q = fmaf(q, s, 0.13678603f);
     q = fmaf(q, s, 0.14560096f);
     q = fmaf(q, s, 0.14673661f);
-    const float tail = q * s * exp2_approximate(x * x * (-0.5f * Log2E));
-    return x * (x < 0.0f ? tail : 1.0f - tail);
+    const float e = exp2_approximate(x * x * (-0.5f * Log2E));
+    return x < 0.0f ? x * (q * s) * e : x * (1.0f - q * s * e);
   }
 };
 
@@ -92,11 +102,15 @@ struct relu {
   }
 };
 
-// The form for 16-bit results, whatever the type.
+// The approximation, for results of any type.
 template <typename Activation>
 struct fast {
   template <typename T>
   static __device__ __forceinline__ float apply(float x) {
-    return Activation::template apply<f16>(x);
+    if constexpr (is_exact_float<T>) {
+      return Activation::template apply<approximate_float>(x);
+    } else {
+      return Activation::template apply<T>(x);
+    }
   }
 };

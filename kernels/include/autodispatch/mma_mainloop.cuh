@@ -31,6 +31,7 @@ struct MmaMainloop {
   static constexpr int GroupColumns = NumProducts == 2 ? 8 : 16;
   static constexpr int StepK = 32 / sizeof(T);
   static constexpr int Steps = TileK / StepK;
+  static constexpr int Parts = Steps * Groups > 1 ? Steps * Groups - 1 : 1;  // of a fetch, one beside each group but the last
   static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
   static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
 
@@ -48,9 +49,11 @@ struct MmaMainloop {
 
   // The stages on their way from global memory.
   struct Loader {
+    using A = TileCopy<TileM, TileK, NumThreads, false, T>;
+    using B = TileCopy<WeightRows, WeightWidth, NumThreads, WordsOfB, T>;
     const Operands& x;
-    TileCopy<TileM, TileK, NumThreads, false, T> a;
-    TileCopy<WeightRows, WeightWidth, NumThreads, WordsOfB, T> b[NumProducts];
+    A a;
+    B b[NumProducts];
 
     __device__ __forceinline__ Loader(const Operands& operands, long long begin) : x(operands) {
       a.begin(x.a, x.tile_m * TileM, begin, x.lda);
@@ -64,22 +67,25 @@ struct MmaMainloop {
     // Whether all rows and columns of the tile lie inside the operands.
     __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
 
-    template <bool Whole>
-    __device__ __forceinline__ void fetch(T* stage, long long depth) {
-      T* weights = stage + TileM * TileK;
-      if constexpr (Whole) {
-        a.fetch(stage, x.lda, TileK);
+    // One of `Parts` shares of a stage that lies inside the operands.
+    template <int Part, int Parts>
+    __device__ __forceinline__ void fetch(T* stage) {
+      constexpr int All = A::Total + NumProducts * B::Total;
+      a.template fetch<Part, Parts, 0, All>(stage, x.lda, TileK);
+      unrolled<NumProducts>([&](auto product) {
+        constexpr int p = decltype(product)::value;
+        constexpr int First = A::Total + p * B::Total;
+        b[p].template fetch<Part, Parts, First, All>(stage + TileM * TileK + p * WeightElements, x.ldb[p],
+                                                Layout == nk ? TileK : TileK * x.ldb[p]);
+      });
+    }
+
+    __device__ __forceinline__ void fetch_clipped(T* stage, long long depth) {
+      a.fetch_clipped(stage, x.a, x.tile_m * TileM, depth, x.m, x.k, x.lda);
 #pragma unroll
-        for (int p = 0; p < NumProducts; ++p) {
-          b[p].fetch(weights + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p]);
-        }
-      } else {
-        a.fetch_clipped(stage, x.a, x.tile_m * TileM, depth, x.m, x.k, x.lda);
-#pragma unroll
-        for (int p = 0; p < NumProducts; ++p) {
-          b[p].fetch_clipped(weights + p * WeightElements, x.b[p], weight_row(depth), weight_column(depth),
-                             Layout == nk ? x.n : x.k, Layout == nk ? x.k : x.n, x.ldb[p]);
-        }
+      for (int p = 0; p < NumProducts; ++p) {
+        b[p].fetch_clipped(stage + TileM * TileK + p * WeightElements, x.b[p], weight_row(depth), weight_column(depth),
+                           Layout == nk ? x.n : x.k, Layout == nk ? x.k : x.n, x.ldb[p]);
       }
     }
 
@@ -155,10 +161,10 @@ struct MmaMainloop {
     for (int s = 0; s < NumStages - 1; ++s) {
       T* target = shared + s * StageElements;
       if (whole && loaded + TileK <= end) {
-        loader.template fetch<true>(target, loaded);
+        loader.template fetch<0, 1>(target);
         loader.put(target);
       } else if (loaded < end) {
-        loader.template fetch<false>(target, loaded);
+        loader.fetch_clipped(target, loaded);
         loader.put(target);
       }
       copy_commit();
@@ -205,10 +211,11 @@ struct MmaMainloop {
             for (int i = 0; i < FragmentsM; ++i) load_a(a[(step + 1) % 2][i], stage + a_lane, (step + 1) % Steps, i);
           }
         }
-        if (step == 0 && group == 0) {
-          if (more) loader.template fetch<Whole>(target, loaded);
-          copy_commit();
+        if constexpr (Whole && index < Parts) loader.template fetch<index, Parts>(target);
+        if constexpr (!Whole && index == 0) {
+          if (more) loader.fetch_clipped(target, loaded);
         }
+        if constexpr (index + 1 == Parts) copy_commit();
         if (group == 0) {
 #pragma unroll
           for (int i = 0; i < FragmentsM; ++i) round_fragment<T>(a[step % BuffersOfA][i]);

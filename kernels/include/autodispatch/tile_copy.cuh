@@ -5,7 +5,8 @@
 #include "autodispatch/copy.cuh"
 
 // The offset in elements of 16-byte chunk `chunk` of row `row` in a tile with rows of `Width` elements. Chunks trade places
-// within the largest power of two, up to 8, that divides their number. With Pairs, neighbouring rows differ by two chunks.
+// within the largest power of two, up to 8, that divides their number. With Pairs, neighbouring rows of eight chunks and more
+// differ by two.
 template <int Width, int ElementBytes = 2, bool Pairs = false>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int Elements = 16 / ElementBytes;
@@ -13,7 +14,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   static_assert(Chunks >= 1 && Width % Elements == 0, "a tile row must be whole chunks of 16 bytes");
   constexpr int Unit = (Chunks & -Chunks) < 8 ? Chunks & -Chunks : 8;
   const int phase = row / (8 / Unit) & (Unit - 1);
-  return row * Width + (chunk ^ (Pairs ? phase << 1 & 7 | phase >> 2 : phase)) * Elements;
+  return row * Width + (chunk ^ (Pairs && Unit == 8 ? (phase << 1 & 7) | phase >> 2 : phase)) * Elements;
 }
 
 constexpr int power_of_two_below(int x) { return x < 2 ? x : 2 * power_of_two_below(x / 2); }
@@ -60,7 +61,8 @@ __device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global
 }
 
 // The tiles of one operand, stage after stage. `fetch` takes a tile that lies inside the matrix whole, from where the last
-// one ended; `fetch_clipped` any. From compute capability 8.0 both copy asynchronously; below it a tile is on its way through
+// one ended, in `Parts` shares that can be spread over the work between two of them, to be called in order.
+// `fetch_clipped` takes any tile, at once. From compute capability 8.0 both copy asynchronously; below it a tile is on its way through
 // registers, `put` writes it, and a thread can multiply between the two.
 template <int Rows, int Width, int NumThreads, bool Pairs, typename T, int Pitch = Width, int Before = 0>
 struct TileCopy {
@@ -69,7 +71,9 @@ struct TileCopy {
   static constexpr int RowStep = NumThreads / Chunks;
   static constexpr int Count = (Rows + RowStep - 1) / RowStep;
 
-  const T* source;
+  static constexpr int Total = Count + TileCopy<Rows, Width - Chunks * Elements, NumThreads, Pairs, T, Pitch, Before + Chunks>::Total;
+
+  const T* source;  // of this thread's next chunk
 #if __CUDA_ARCH__ < 800
   uint4 staged[Count];
 #endif
@@ -86,22 +90,23 @@ struct TileCopy {
     rest.begin(global, row, column, ld);
   }
 
-  // `next` elements further on the next tile begins.
+  // The share `Part` of All chunks of all operands, of which this one's begin at First. The next tile begins `next` elements
+  // further on.
+  template <int Part, int Parts, int First, int All>
   __device__ __forceinline__ void fetch(T* shared, long long ld, long long next) {
-    const T* from = source;
 #pragma unroll
     for (int r = 0; r < Count; ++r) {
+      if ((First + r) * Parts / All != Part) continue;
       if (Rows % RowStep == 0 || first() + r * RowStep < Rows) {
 #if __CUDA_ARCH__ >= 800
-        copy_async_whole(place(shared, r), from);
+        copy_async_whole(place(shared, r), source);
 #else
-        staged[r] = *reinterpret_cast<const uint4*>(from);
+        staged[r] = *reinterpret_cast<const uint4*>(source);
 #endif
       }
-      from += RowStep * ld;
+      source += r + 1 < Count ? RowStep * ld : next - (Count - 1) * RowStep * ld;
     }
-    source += next;
-    rest.fetch(shared, ld, next);
+    rest.template fetch<Part, Parts, First + Count, All>(shared, ld, next);
   }
 
   __device__ __forceinline__ void fetch_clipped(T* shared, const T* global, long long row, long long column, long long rows,
@@ -130,7 +135,9 @@ struct TileCopy {
 
 template <int Rows, int NumThreads, bool Pairs, typename T, int Pitch, int Before>
 struct TileCopy<Rows, 0, NumThreads, Pairs, T, Pitch, Before> {
+  static constexpr int Total = 0;
   __device__ __forceinline__ void begin(const T*, long long, long long, long long) {}
+  template <int Part, int Parts, int First, int All>
   __device__ __forceinline__ void fetch(T*, long long, long long) {}
   __device__ __forceinline__ void fetch_clipped(T*, const T*, long long, long long, long long, long long, long long) {}
   __device__ __forceinline__ void put(T*) {}
