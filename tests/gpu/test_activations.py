@@ -16,7 +16,9 @@ from autodispatch.variants.activation_product import ActivationProduct, Intermed
 pytestmark = pytest.mark.gpu
 
 _COLUMNS, _STRIDE = 1 << 20, 61  # of all 2^32 bit patterns, every 61st, in rows
-_SMALLEST = 2.0**-126  # below it fp32 results are flushed
+# below these, fp32 results may be zero; the exact gelu multiplies by a distribution function that is so itself
+_SMALLEST = {("gelu", "exact"): 2.0**-122}
+_SMALLEST_NORMAL = 2.0**-126
 
 
 def activate(cupy: Any, device: DeviceInfo, gates: Any, dtype: str, activation: str, math: str) -> Any:
@@ -36,6 +38,7 @@ def activate(cupy: Any, device: DeviceInfo, gates: Any, dtype: str, activation: 
 def relative_error(cupy: Any, device: DeviceInfo, activation: str, math: str) -> tuple[float, float]:
     """The largest relative error in fp32, and the gate that has it, over finite gates with a normal result."""
     worst, at = 0.0, 0.0
+    smallest = _SMALLEST.get((activation, math), _SMALLEST_NORMAL)
     total = (1 << 32) // _STRIDE
     for first in range(0, total, _COLUMNS):
         count = min(_COLUMNS, total - first)
@@ -46,9 +49,9 @@ def relative_error(cupy: Any, device: DeviceInfo, activation: str, math: str) ->
             continue
         expected = ACTIVATIONS[activation](gates.astype(np.float64))
         actual = activate(cupy, device, gates, "float32", activation, math)
-        normal = abs(expected) >= _SMALLEST
+        normal = abs(expected) >= smallest
         error = cupy.where(normal, abs(actual - expected) / cupy.where(normal, abs(expected), 1.0), 0.0)
-        assert bool((abs(actual[~normal]) <= 1.01 * _SMALLEST).all())
+        assert bool((abs(actual[~normal]) <= 1.01 * smallest).all())
         index = int(error.argmax())
         if float(error[index]) > worst:
             worst, at = float(error[index]), float(gates[index])
