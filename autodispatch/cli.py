@@ -145,7 +145,7 @@ def tune(
     alignment: Alignment = None,
     effort: Effort = "quick",
     budget: Annotated[
-        float | None, typer.Option(min=0, help="Seconds per problem after which no candidate is begun.")
+        float | None, typer.Option(min=0, help="Seconds for all, after which no candidate is begun.")
     ] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Tune what calls asked for and did not find.")] = False,
     device: Annotated[
@@ -308,14 +308,21 @@ def _tune(
     quiet: bool,
 ) -> list[Problem]:
     """Tunes the problems on each kind of device with a progress bar; returns those that failed, each with a message."""
+    deadline = time.monotonic() + (float("inf") if budget is None else budget)
     failed: list[Problem] = []
+    begun, left = 0, 0
     done = itertools.count(1)
     total = len(problems) * len({r.device.key for r in runners})
 
     def tune_one(tuner: Tuner, problem: Problem) -> None:
+        nonlocal begun, left
         start = time.monotonic()
+        if start >= deadline and begun:
+            left += 1
+            return
+        begun += 1
         try:
-            decision = tuner.tune(problem, effort=effort, budget_s=budget)
+            decision = tuner.tune(problem, effort=effort, budget_s=None if budget is None else deadline - start)
         except AutodispatchError as cause:
             failed.append(problem)
             messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)
@@ -338,6 +345,8 @@ def _tune(
         except KeyboardInterrupt:
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None
+    if left:
+        messages.print(f"the budget is used up, {left} of {total} problems are left; the same command goes on there")
     return failed
 
 

@@ -374,11 +374,18 @@ def tune(
 ) -> list[DecisionRecord]:
     """Tunes problems on a device (the first GPU, or the processor) into the user's database, or the one given.
 
-    `effort` and `budget_s` are those of `Tuner.tune`; `isolate` tries the candidates in a process of their own;
+    `effort` is that of `Tuner.tune`; `budget_s` are seconds for all problems, of which those that do not get their turn
+    are left out; `isolate` tries the candidates in a process of their own;
     `listener` hears of every step. Raises what `Tuner.tune` raises, and StoreError; what was finished before is stored.
     """
     store = TuningStore(database or Settings.from_environment().database)
     runner = runner_for(device or default_device(), isolate)
     tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    decisions: list[DecisionRecord] = []
     with closing(store), closing(tuner):
-        return [tuner.tune(p, effort=effort, budget_s=budget_s) for p in problems]
+        for problem in problems:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is None or left_s > 0 or not decisions:
+                decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
+    return decisions

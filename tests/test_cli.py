@@ -164,6 +164,15 @@ def test_an_interruption_exits_with_130_and_keeps_what_was_finished(
     assert TuningStore(tmp_path / "tuning.db").counts()["decisions"] == 1
 
 
+def test_a_budget_is_for_all_problems_and_the_same_command_goes_on() -> None:
+    command = ("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0")
+    first = run(*command)
+    assert "the budget is used up, 2 of 3 problems are left" in first.output.replace("\n", " ")
+    assert TuningStore(Settings.from_environment().database).counts()["decisions"] == 1
+    assert "left" not in run(*command[:-2], "--budget", "1000").output
+    assert TuningStore(Settings.from_environment().database).counts()["decisions"] == 3
+
+
 def test_demo_tunes_dispatches_checks_and_explains() -> None:
     result = run("demo", *CPU)
     assert result.output.count("tuned: measured") == 3
