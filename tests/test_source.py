@@ -42,7 +42,7 @@ def test_template_values_cover_the_parameters_in_both_directions(name: str) -> N
         assert set(dict(spec.values)) == set(spec.source.parameters)
         by_name = {source.camel_to_snake(p): value for p, value in spec.values}
         for tunable, value in config.__dict__.items():
-            if tunable not in ("num_warps", "intermediate"):  # which the kernel takes as WarpsM x WarpsN, and as C
+            if tunable not in ("split_k", "intermediate"):  # which the kernel takes as its grid, and as C
                 assert by_name[tunable] == value
     assert set(dict(activation_product_spec(problem, "float32").values)) == set(
         source.load("activation_product").parameters
