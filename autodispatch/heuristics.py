@@ -206,7 +206,7 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
     if work.unit is Unit.DECODE:
         return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists; small tiles wait for shared memory
-    reach = 0.45 if (9, 0) <= cc < (12, 0) else 0.8
+    reach = 0.4 if (9, 0) <= cc < (12, 0) else 0.8
     elements = work.tile_m * work.tile_n * work.products
     return float(reach * tensor * min(1.0, (elements / 16384) ** 0.5))
 
