@@ -346,7 +346,7 @@ def _tune(
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None
     if left:
-        messages.print(f"the budget is used up, {left} of {total} problems are left; the same command goes on there")
+        messages.print(f"the budget is used up, {left} of {total} problems are left")
     return failed
 
 

@@ -164,7 +164,7 @@ def test_an_interruption_exits_with_130_and_keeps_what_was_finished(
     assert TuningStore(tmp_path / "tuning.db").counts()["decisions"] == 1
 
 
-def test_a_budget_is_for_all_problems_and_the_same_command_goes_on() -> None:
+def test_a_budget_is_for_all_problems_and_more_of_it_tunes_what_was_left() -> None:
     command = ("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0")
     first = run(*command)
     assert "the budget is used up, 2 of 3 problems are left" in first.output.replace("\n", " ")
