@@ -10,13 +10,13 @@ import pytest
 from autodispatch.compiler import KernelSpec, build_without_gpu
 from autodispatch.device import DeviceInfo
 from autodispatch.errors import CompileError
-from autodispatch.problem import Problem
+from autodispatch.problem import ACTIVATIONS, Problem
 from autodispatch.source import load, parse
 from autodispatch.variants import VARIANTS
 from autodispatch.variants.activation_product import activation_product_spec
 from tests.fakes import A100, GPUS
 
-BASE = Problem(4096, 4096, 4096, "float32", precision="tf32", math="fast")
+BASE = Problem(4096, 4096, 4096, "float32", precision="tf32")
 FORMS = [(dtype, layout) for dtype in ("float16", "bfloat16", "float32") for layout in ("kn", "nk")]
 TEMPLATED = [n for n, v in VARIANTS.items() if v.sources and not v.is_library]
 
@@ -29,7 +29,8 @@ def specs(name: str, device: DeviceInfo, *, all_forms: bool, every: bool = False
     variant = VARIANTS[name]
     found = []
     for i, (dtype, layout) in enumerate(FORMS):
-        problem = replace(BASE, dtype=dtype, layout=layout)
+        # bfloat16 may have its intermediates rounded; with the exact forms of the others all of them are built
+        problem = replace(BASE, dtype=dtype, layout=layout, math="fast" if dtype == "bfloat16" else "exact")
         some = (replace(problem, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, BASE.m))
         built = (variant.spec(c.config, problem) for p in some for c in variant.candidates(p, device))  # type: ignore[attr-defined]
         instances = list(dict.fromkeys(built))
@@ -76,7 +77,17 @@ def test_the_activation_product_builds_in_every_form(device: DeviceInfo) -> None
         if intermediate == "float32" or dtype == "bfloat16"
     }
     assert len(found) == 8
-    assert_builds_cleanly(sorted(found, key=lambda s: s.expression), device)
+    activations = {
+        activation_product_spec(replace(BASE, dtype=dtype, activation=activation, math=math), "float32")
+        for activation in ACTIVATIONS
+        for dtype, math in (("float16", "exact"), ("float32", "exact"), ("float32", "fast"))
+    }
+    shares = {
+        activation_product_spec(replace(BASE, dtype=dtype), "float32", partials)
+        for dtype in ("float16", "float32")
+        for partials in (2, 4, 8)
+    }
+    assert_builds_cleanly(sorted(found | activations | shares, key=lambda s: s.expression), device)
 
 
 def test_a_failed_build_carries_expression_options_and_log() -> None:

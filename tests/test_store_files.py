@@ -16,6 +16,11 @@ from autodispatch.store import TuningStore
 from tests.stored import CPU, PROBLEM, filled, measurement
 
 
+def checkpoint(store: TuningStore) -> None:
+    """Brings all that was written into the file itself."""
+    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+
+
 @pytest.mark.parametrize("damage", ["garbage", "cut", "page"])
 def test_a_corrupt_file_is_moved_aside_and_begun_anew_with_one_warning(
     tmp_path: Path, warnings_logged: pytest.LogCaptureFixture, damage: str
@@ -25,7 +30,7 @@ def test_a_corrupt_file_is_moved_aside_and_begun_anew_with_one_warning(
     filled(store)
     for i in range(200):
         store.add_measurement(measurement(median=20.0 + i))
-    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    checkpoint(store)
     store.close()
     content = path.read_bytes()
     broken = {
@@ -52,7 +57,7 @@ def test_a_damaged_page_of_a_table_is_found_at_the_first_use(
     store = TuningStore(path)
     filled(store)
     store.record_miss(CPU.key, PROBLEM)
-    store._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    checkpoint(store)
     (page, size) = store._run(
         lambda db: db.execute(
             "SELECT rootpage, (SELECT page_size FROM pragma_page_size) FROM sqlite_master WHERE name = 'misses'"

@@ -74,7 +74,7 @@ def relative_error(cupy: Any, device: DeviceInfo, activation: str, math: str) ->
     ],
 )
 def test_the_relative_error_of_an_activation_is_bounded_over_all_gates(
-    cupy: Any, device: DeviceInfo, record_property: Any, activation: str, math: str, bound: float
+    cupy: Any, device: DeviceInfo, activation: str, math: str, bound: float
 ) -> None:
     worst, at = relative_error(cupy, device, activation, math)
     print(f"{activation} {math}: {worst:.2e} at a gate of {at:.6g}")
