@@ -322,7 +322,7 @@ def _tune(
             return
         begun += 1
         try:
-            decision = tuner.tune(problem, effort=effort, budget_s=None if budget is None else deadline - start)
+            decision = tuner.tune(problem, effort=effort, budget_s=deadline - start)
         except AutodispatchError as cause:
             failed.append(problem)
             messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)

@@ -381,11 +381,11 @@ def tune(
     store = TuningStore(database or Settings.from_environment().database)
     runner = runner_for(device or default_device(), isolate)
     tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
-    deadline = None if budget_s is None else time.monotonic() + budget_s
+    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
     decisions: list[DecisionRecord] = []
     with closing(store), closing(tuner):
         for problem in problems:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is None or left_s > 0 or not decisions:
+            left_s = deadline - time.monotonic()
+            if left_s > 0 or not decisions:
                 decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
     return decisions

@@ -11,7 +11,7 @@ from autodispatch.launch import MAX_GRID_X, ceil_div
 from autodispatch.problem import Problem
 from autodispatch.variants.base import Unit, Work
 
-# tile_m, columns of both products of a block together, warps_m, warps_n: warps of up to 64 x 80, near squares
+# tile_m, columns of both products of a block together, warps_m, warps_n: warps of up to 64 x 80 or 32 x 96
 _SHAPES = (
     (16, 64, 1, 4),
     (16, 128, 1, 4),
@@ -62,8 +62,9 @@ class MmaConfig(Config):
         return max(stages, self.tile_m * self.tile_n * out_bytes)
 
     def registers(self, products: int, problem: Problem, device: DeviceInfo) -> int:
-        """What a thread holds: accumulators, a step's fragments of `a` (or two steps' few), two groups of the weights',
-        where groups lie in (k, n) rows, and, where there is no asynchronous copy, a stage on its way."""
+        """What a thread holds, and what ptxas was seen to need: accumulators, a step's fragments of `a` (or two steps'
+        few), two groups of the weights', the places of groups in (k, n) rows, and, where there is no asynchronous copy,
+        twice a stage on its way."""
         accumulators = products * self.tile_m * self.tile_n // self.threads
         fragments = 4 * max(4, self.tile_m // self.warps_m // 16) + 8
         groups = products * self.tile_n // self.warps_n // 16 if problem.layout == "kn" else 0

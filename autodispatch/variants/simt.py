@@ -89,7 +89,7 @@ FUSED_SPACE, SPLIT_SPACE = _space(2), _space(1)
 
 
 def default(problem: Problem, products: int) -> SimtConfig:
-    """Small tiles for few rows, else 64 rows by 64 columns of the two products together."""
+    """Small tiles for few rows, else 64 rows by 64 columns of each product."""
     if problem.m <= 16:
         return SimtConfig(16, 64 // products, 16, 2, 4 // products)
     return SimtConfig(64, 64, 16, 4, 4)
