@@ -87,5 +87,5 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (silu, ge
 
 # relative errors that the kernels' forms, and float32 here, stay below; see tests/gpu/test_activations.py
 MAX_ERROR = {"silu": 2.0**-17, "gelu": 2.0**-15, "gelu_tanh": 2.0**-14, "relu": 0.0, "sigmoid": 2.0**-17}
-MAX_ERROR_EXACT_FLOAT = {**MAX_ERROR, "silu": 2.0**-20, "sigmoid": 2.0**-20}
+MAX_ERROR_EXACT_FLOAT = {**MAX_ERROR, "silu": 2.0**-20, "sigmoid": 2.0**-20, "gelu": 2.0**-20}
 MAX_SLOPE = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13, "relu": 1.0, "sigmoid": 0.25}

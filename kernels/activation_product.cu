@@ -3,8 +3,8 @@
 // ldout. Where k was shared out, c1 and c2 are the sums of NumPartials matrices that lie 2 * m * ldc elements apart, added
 // in their order.
 // C is float, or bf16 where the caller allowed a second rounding; arithmetic is fp32, rounded once to T at the store.
-// A thread takes 16 bytes of `out` in RowsPerThread rows, all their operands in flight before the first is used. Columns lie
-// on grid.x, rows on grid.y. Rows of `out` begin at multiples of Alignment bytes.
+// A thread takes 16 bytes of a row of `out` at a time, all their operands in flight before the first is used. Columns lie on
+// grid.x, rows on grid.y. Rows of `out` begin at multiples of Alignment bytes.
 // Bound by memory. Shared memory: none.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/vector.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void sum_partials(float (&sum)[Columns], const C* c, 
   }
 }
 
-template <typename C, typename T, typename Activation, int RowsPerThread, int NumPartials, int Alignment>
+template <typename C, typename T, typename Activation, int NumPartials, int Alignment>
 __global__ void __launch_bounds__(Threads, 1)
     activation_product(const C* __restrict__ c1, const C* __restrict__ c2, T* __restrict__ out, long long m,
                        long long n, long long ldc, long long ldout) {
@@ -36,22 +36,13 @@ __global__ void __launch_bounds__(Threads, 1)
   const long long column = (static_cast<long long>(blockIdx.x) * Threads + threadIdx.x) * Columns;
   if (column >= n) return;
   const long long partial_stride = 2 * m * ldc;
-  const long long step = static_cast<long long>(gridDim.y) * RowsPerThread;
-  for (long long first = static_cast<long long>(blockIdx.y) * RowsPerThread; first < m; first += step) {
-    float gate[RowsPerThread][Columns], up[RowsPerThread][Columns];
+  for (long long row = blockIdx.y; row < m; row += gridDim.y) {
+    float gate[Columns], up[Columns];
+    sum_partials<NumPartials>(gate, c1 + row * ldc + column, partial_stride);
+    sum_partials<NumPartials>(up, c2 + row * ldc + column, partial_stride);
+    T result[Columns];
 #pragma unroll
-    for (int r = 0; r < RowsPerThread; ++r) {
-      const long long offset = (first + r < m ? first + r : m - 1) * ldc + column;
-      sum_partials<NumPartials>(gate[r], c1 + offset, partial_stride);
-      sum_partials<NumPartials>(up[r], c2 + offset, partial_stride);
-    }
-#pragma unroll
-    for (int r = 0; r < RowsPerThread; ++r) {
-      if (first + r >= m) break;
-      T result[Columns];
-#pragma unroll
-      for (int i = 0; i < Columns; ++i) result[i] = from_float<T>(Activation::template apply<T>(gate[r][i]) * up[r][i]);
-      store_vector<Alignment>(out + (first + r) * ldout + column, result, n - column);
-    }
+    for (int i = 0; i < Columns; ++i) result[i] = from_float<T>(Activation::template apply<T>(gate[i]) * up[i]);
+    store_vector<Alignment>(out + row * ldout + column, result, n - column);
   }
 }

@@ -12,7 +12,6 @@ from autodispatch.source import load
 from autodispatch.variants.base import KERNEL_TYPES, activation_type
 
 _THREADS, _OUT_BYTES = 128, 16  # of a thread, as in the kernel
-_ROWS_PER_THREAD = 1
 
 
 def intermediate_dtypes(problem: Problem) -> tuple[str, ...]:
@@ -39,7 +38,6 @@ def activation_product_spec(problem: Problem, intermediate_dtype: str, partials:
         "C": KERNEL_TYPES[intermediate_dtype],
         "T": KERNEL_TYPES[problem.dtype],
         "Activation": activation_type(problem),
-        "RowsPerThread": _ROWS_PER_THREAD,
         "NumPartials": partials,
         "Alignment": problem.alignment,
     }
@@ -54,7 +52,7 @@ class ActivationProduct:
             activation_product_spec(problem, intermediate.dtype, intermediate.partials), device
         )
         self._intermediate = intermediate
-        rows = min(ceil_div(problem.m, _ROWS_PER_THREAD), MAX_GRID_Y)
+        rows = min(problem.m, MAX_GRID_Y)
         columns = _THREADS * _OUT_BYTES // problem.item_bytes
         self._launch = LaunchConfig((ceil_div(problem.n, columns), rows), _THREADS)
         self._sizes = (size(problem.m), size(problem.n), size(intermediate.leading_dimension))

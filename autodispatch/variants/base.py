@@ -23,8 +23,10 @@ KERNEL_TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}  # in 
 
 
 def activation_type(problem: Problem) -> str:
-    """The struct of kernels/include/autodispatch/activation.cuh that a problem asks for."""
-    return f"fast<{problem.activation}>" if problem.math == "fast" else problem.activation
+    """The struct of kernels/include/autodispatch/activation.cuh that a problem asks for; the approximation where the
+    exact form is another."""
+    approximate = problem.math == "fast" and problem.dtype == "float32" and problem.activation != "relu"
+    return f"fast<{problem.activation}>" if approximate else problem.activation
 
 
 class Call(NamedTuple):

@@ -1,7 +1,7 @@
 // Activations of the gate, one struct each, in fp32. `apply<T>` maps the gate's accumulator to its activated value, as
 // accurately as a result of type T can show: for 16-bit results the hardware's approximations of 2^x and 1 / x do, for float
 // they do where the caller allows it, which is `fast<Activation>`. The kernels multiply by the up projection and round once,
-// at the store. NaN stays NaN, -inf becomes the limit 0 (as -0).
+// at the store. NaN stays NaN, -inf becomes the limit 0, of either sign.
 // docs/numerics.md has the measured errors. A new activation is one more struct here, its name in autodispatch/problem.py,
 // and its float64 form in autodispatch/activations.py.
 #pragma once
@@ -68,20 +68,32 @@ struct gelu_tanh {
   }
 };
 
-// x * P(X <= x) of the normal distribution.
+// x * P(X <= x) of the normal distribution. The tail beyond |x| keeps its relative accuracy.
 struct gelu {
   template <typename T>
   static __device__ __forceinline__ float apply(float x) {
     const float finite = at_least(x, Lowest);
     if constexpr (is_exact_float<T>) {
-      return finite * normcdff(finite);
+      return exact(finite);
     } else {
       return approximation(finite);
     }
   }
 
+  // The tail is exp(-t^2 / 2) * erfcx(t / sqrt(2)) / 2; half of it is multiplied last, so that no factor is subnormal before
+  // the result is. What t * t loses in rounding is made up for.
+  static __device__ __forceinline__ float exact(float x) {
+    const float t = fabsf(x) > 30.0f ? 30.0f : fabsf(x);
+    const float square = t * t;
+    const float lost = fmaf(t, t, -square);
+    const float h = expf(-0.25f * square);
+    float tail = 0.5f * erfcxf(0.70710678f * t);
+    tail = fmaf(tail, -0.5f * lost, tail);
+    return x < 0.0f ? ((x * tail) * h) * h : x * fmaf(-tail * h, h, 1.0f);
+  }
+
   // With t = |x| / sqrt(2), exp(t^2) * erfc(t) / 2 is a polynomial in s = 1 / (1 + 0.52 t) to a relative 1.2e-6 (fitted for
-  // least relative error up to t = 10): the tail keeps its relative accuracy.
+  // least relative error up to t = 10).
   static __device__ __forceinline__ float approximation(float x) {
     const float s = reciprocal(fmaf(0.36769552f, fabsf(x), 1.0f));
     float q = fmaf(0.0483109f, s, -0.17357246f);
@@ -102,15 +114,11 @@ struct relu {
   }
 };
 
-// The approximation, for results of any type.
+// The approximation, for float results.
 template <typename Activation>
 struct fast {
   template <typename T>
   static __device__ __forceinline__ float apply(float x) {
-    if constexpr (is_exact_float<T>) {
-      return Activation::template apply<approximate_float>(x);
-    } else {
-      return Activation::template apply<T>(x);
-    }
+    return Activation::template apply<approximate_float>(x);
   }
 };

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "autodispatch/mma.cuh"
+#include "autodispatch/tile.cuh"
 #include "autodispatch/tile_copy.cuh"
 #include "autodispatch/types.cuh"
 
@@ -31,7 +32,6 @@ struct MmaMainloop {
   static constexpr int GroupColumns = NumProducts == 2 ? 8 : 16;
   static constexpr int StepK = 32 / sizeof(T);
   static constexpr int Steps = TileK / StepK;
-  static constexpr int Parts = Steps * Groups > 1 ? Steps * Groups - 1 : 1;  // of a fetch, one beside each group but the last
   static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
   static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
 
@@ -67,17 +67,13 @@ struct MmaMainloop {
     // Whether all rows and columns of the tile lie inside the operands.
     __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
 
-    // One of `Parts` shares of a stage that lies inside the operands.
-    template <int Part, int Parts>
+    // The next stage, which lies inside the operands.
     __device__ __forceinline__ void fetch(T* stage) {
-      constexpr int All = A::Total + NumProducts * B::Total;
-      a.template fetch<Part, Parts, 0, All>(stage, x.lda, TileK);
-      unrolled<NumProducts>([&](auto product) {
-        constexpr int p = decltype(product)::value;
-        constexpr int First = A::Total + p * B::Total;
-        b[p].template fetch<Part, Parts, First, All>(stage + TileM * TileK + p * WeightElements, x.ldb[p],
-                                                Layout == nk ? TileK : TileK * x.ldb[p]);
-      });
+      a.fetch(stage, x.lda, TileK);
+#pragma unroll
+      for (int p = 0; p < NumProducts; ++p) {
+        b[p].fetch(stage + TileM * TileK + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p]);
+      }
     }
 
     __device__ __forceinline__ void fetch_clipped(T* stage, long long depth) {
@@ -155,20 +151,21 @@ struct MmaMainloop {
           for (int e = 0; e < 4; ++e) accumulators[p][i][j][e] = 0.0f;
 
     Loader loader(x, begin);
-    const bool whole = loader.whole();
-    long long loaded = begin;  // the k at which the next stage to fetch begins
+    const int stages = begin < end ? static_cast<int>(ceil_div(end - begin, TileK)) : 0;
+    const int whole_stages = loader.whole() && begin < end ? static_cast<int>((end - begin) / TileK) : 0;
+    int fetched = 0;
 #pragma unroll
     for (int s = 0; s < NumStages - 1; ++s) {
       T* target = shared + s * StageElements;
-      if (whole && loaded + TileK <= end) {
-        loader.template fetch<0, 1>(target);
+      if (fetched < whole_stages) {
+        loader.fetch(target);
         loader.put(target);
-      } else if (loaded < end) {
-        loader.fetch_clipped(target, loaded);
+      } else if (fetched < stages) {
+        loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
         loader.put(target);
       }
       copy_commit();
-      loaded += TileK;
+      ++fetched;
     }
     copy_wait<NumStages - 2>();
     __syncthreads();
@@ -189,7 +186,7 @@ struct MmaMainloop {
     const auto turn = [&](auto kind) __attribute__((always_inline)) {
       constexpr bool Whole = decltype(kind)::value != 0;
       T* target = shared + write * StageElements;
-      const bool more = Whole || loaded < end;
+      const bool more = Whole || fetched < stages;
       unrolled<Steps * Groups>([&](auto position) __attribute__((always_inline)) {
         constexpr int index = decltype(position)::value;
         constexpr int step = index / Groups;
@@ -211,11 +208,14 @@ struct MmaMainloop {
             for (int i = 0; i < FragmentsM; ++i) load_a(a[(step + 1) % 2][i], stage + a_lane, (step + 1) % Steps, i);
           }
         }
-        if constexpr (Whole && index < Parts) loader.template fetch<index, Parts>(target);
-        if constexpr (!Whole && index == 0) {
-          if (more) loader.fetch_clipped(target, loaded);
+        if constexpr (index == 0) {
+          if constexpr (Whole) {
+            loader.fetch(target);
+          } else if (more) {
+            loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
+          }
+          copy_commit();
         }
-        if constexpr (index + 1 == Parts) copy_commit();
         if (group == 0) {
 #pragma unroll
           for (int i = 0; i < FragmentsM; ++i) round_fragment<T>(a[step % BuffersOfA][i]);
@@ -230,14 +230,14 @@ struct MmaMainloop {
           if (BuffersOfA == 1 && group + 1 == Groups) load_a(a[0][i], stage + a_lane, (step + 1) % Steps, i);
         }
       });
-      loaded += TileK;
+      ++fetched;
       write = write + 1 == NumStages ? 0 : write + 1;
     };
-    long long depth = begin;
+    int turns = 0;
 #pragma unroll 1
-    for (; whole && loaded + TileK <= end; depth += TileK) turn(Constant<1>{});
+    for (; fetched < whole_stages; ++turns) turn(Constant<1>{});
 #pragma unroll 1
-    for (; depth < end; depth += TileK) turn(Constant<0>{});
+    for (; turns < stages; ++turns) turn(Constant<0>{});
     copy_wait<0>();
     __syncthreads();  // shared memory is free
   }

@@ -4,6 +4,9 @@
 
 #include "autodispatch/copy.cuh"
 
+// The largest power of two, up to `most`, that divides x.
+constexpr int power_of_two_in(int x, int most) { return (x & -x) < most ? x & -x : most; }
+
 // The offset in elements of 16-byte chunk `chunk` of row `row` in a tile with rows of `Width` elements. Chunks trade places
 // within the largest power of two, up to 8, that divides their number. With Pairs, neighbouring rows of eight chunks and more
 // differ by two.
@@ -12,7 +15,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int Elements = 16 / ElementBytes;
   constexpr int Chunks = Width / Elements;
   static_assert(Chunks >= 1 && Width % Elements == 0, "a tile row must be whole chunks of 16 bytes");
-  constexpr int Unit = (Chunks & -Chunks) < 8 ? Chunks & -Chunks : 8;
+  constexpr int Unit = power_of_two_in(Chunks, 8);
   const int phase = row / (8 / Unit) & (Unit - 1);
   return row * Width + (chunk ^ (Pairs && Unit == 8 ? (phase << 1 & 7) | phase >> 2 : phase)) * Elements;
 }
@@ -60,18 +63,16 @@ __device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global
       });
 }
 
-// The tiles of one operand, stage after stage. `fetch` takes a tile that lies inside the matrix whole, from where the last
-// one ended, in `Parts` shares that can be spread over the work between two of them, to be called in order.
-// `fetch_clipped` takes any tile, at once. From compute capability 8.0 both copy asynchronously; below it a tile is on its way through
-// registers, `put` writes it, and a thread can multiply between the two.
+// The tiles of one operand, stage after stage. `fetch` takes a tile that lies inside the matrix, from where the last one
+// ended; `fetch_clipped` takes any tile. From compute capability 8.0 both copy asynchronously; below it a tile is on its way
+// through registers, `put` writes it, and a thread can multiply between the two.
 template <int Rows, int Width, int NumThreads, bool Pairs, typename T, int Pitch = Width, int Before = 0>
 struct TileCopy {
   static constexpr int Elements = 16 / sizeof(T);
   static constexpr int Chunks = power_of_two_below(Width / Elements);
   static constexpr int RowStep = NumThreads / Chunks;
   static constexpr int Count = (Rows + RowStep - 1) / RowStep;
-
-  static constexpr int Total = Count + TileCopy<Rows, Width - Chunks * Elements, NumThreads, Pairs, T, Pitch, Before + Chunks>::Total;
+  static constexpr int Period = 8 / power_of_two_in(RowStep, 8);  // steps after which the swizzle, which has eight rows, repeats
 
   const T* source;  // of this thread's next chunk
 #if __CUDA_ARCH__ < 800
@@ -82,7 +83,8 @@ struct TileCopy {
   static __device__ __forceinline__ int first() { return threadIdx.x / Chunks; }
   static __device__ __forceinline__ int chunk() { return Before + threadIdx.x % Chunks; }
   static __device__ __forceinline__ T* place(T* shared, int r) {
-    return shared + swizzled<Pitch, sizeof(T), Pairs>(first() + r * RowStep, chunk());
+    return shared + swizzled<Pitch, sizeof(T), Pairs>(first() + r % Period * RowStep, chunk()) +
+           r / Period * Period * RowStep * Pitch;
   }
 
   __device__ __forceinline__ void begin(const T* global, long long row, long long column, long long ld) {
@@ -90,13 +92,10 @@ struct TileCopy {
     rest.begin(global, row, column, ld);
   }
 
-  // The share `Part` of All chunks of all operands, of which this one's begin at First. The next tile begins `next` elements
-  // further on.
-  template <int Part, int Parts, int First, int All>
+  // The next tile begins `next` elements further on.
   __device__ __forceinline__ void fetch(T* shared, long long ld, long long next) {
 #pragma unroll
     for (int r = 0; r < Count; ++r) {
-      if ((First + r) * Parts / All != Part) continue;
       if (Rows % RowStep == 0 || first() + r * RowStep < Rows) {
 #if __CUDA_ARCH__ >= 800
         copy_async_whole(place(shared, r), source);
@@ -105,8 +104,9 @@ struct TileCopy {
 #endif
       }
       source += r + 1 < Count ? RowStep * ld : next - (Count - 1) * RowStep * ld;
+      keep_as_sum(source);
     }
-    rest.template fetch<Part, Parts, First + Count, All>(shared, ld, next);
+    rest.fetch(shared, ld, next);
   }
 
   __device__ __forceinline__ void fetch_clipped(T* shared, const T* global, long long row, long long column, long long rows,
@@ -135,9 +135,7 @@ struct TileCopy {
 
 template <int Rows, int NumThreads, bool Pairs, typename T, int Pitch, int Before>
 struct TileCopy<Rows, 0, NumThreads, Pairs, T, Pitch, Before> {
-  static constexpr int Total = 0;
   __device__ __forceinline__ void begin(const T*, long long, long long, long long) {}
-  template <int Part, int Parts, int First, int All>
   __device__ __forceinline__ void fetch(T*, long long, long long) {}
   __device__ __forceinline__ void fetch_clipped(T*, const T*, long long, long long, long long, long long, long long) {}
   __device__ __forceinline__ void put(T*) {}
