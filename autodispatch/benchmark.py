@@ -36,6 +36,8 @@ THROTTLED = 0.75  # of the first round's clock
 THROTTLE_REST_S, MAX_DROPPED_ROUNDS = 0.1, 5
 MAX_COPIES = 16
 _MAX_LAUNCHES = 1000
+_GUARD_BYTES = 512  # on both sides of the workspace
+_BUSY = 5  # percent, from where on the device is not ours alone
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ class Workbench(ABC):
     regime: str
     _checker: Checker | None = None
 
+    def __init__(self, device: DeviceInfo) -> None:
+        self.device = device
+        self._others: dict[Problem, Checker] = {}
+
     @abstractmethod
     def load(self, problem: Problem, copies: int | None = None) -> None:
         """Makes the inputs and the reference of a problem; those of the last one are dropped.
@@ -84,8 +90,20 @@ class Workbench(ABC):
         """Drops the inputs and gives the memory back."""
 
     @abstractmethod
-    def check(self, executable: Executable) -> Check:
-        """Runs a candidate on poisoned, guarded output and compares it with the reference."""
+    def check(self, executable: Executable, problem: Problem | None = None) -> Check:
+        """Runs a candidate on poisoned, guarded output and compares it with the reference.
+
+        `problem` is what the executable was made for where that is not the loaded one.
+        """
+
+    def _checker_of(self, problem: Problem | None) -> Checker:
+        """The checker of the loaded problem, or of another, which is kept until the loaded one is dropped."""
+        assert self._checker is not None
+        if problem is None:
+            return self._checker
+        if problem not in self._others:
+            self._others[problem] = Checker(problem, self.device)
+        return self._others[problem]
 
     def result(self) -> Any:
         """What the last check left in the output, as float64 on the host."""
@@ -108,6 +126,10 @@ class Workbench(ABC):
         """Brings the device to its working clock, after a pause or at the start."""
         return
 
+    def foreign_load(self) -> int:
+        """How busy others keep the device, in percent; 0 where that is not known."""
+        return 0
+
     def reading(self) -> nvml.Reading | None:
         return None
 
@@ -119,7 +141,7 @@ class CpuWorkbench(Workbench):
     _COPIES = 3
 
     def __init__(self, device: DeviceInfo) -> None:
-        self.device = device
+        super().__init__(device)
         self._copies: list[Operands] = []
 
     def load(self, problem: Problem, copies: int | None = None) -> None:
@@ -132,12 +154,13 @@ class CpuWorkbench(Workbench):
 
     def unload(self) -> None:
         self._checker, self._copies = None, []
+        self._others.clear()
 
-    def check(self, executable: Executable) -> Check:
-        assert self._checker is not None
-        self._checker.poison()
-        executable(Call(self._checker.operands, 0, None))
-        return self._checker.verdict()
+    def check(self, executable: Executable, problem: Problem | None = None) -> Check:
+        checker = self._checker_of(problem)
+        checker.poison()
+        executable(Call(checker.operands, 0, None))
+        return checker.verdict()
 
     def trial(self, executable: Executable) -> Trial:
         calls = [Call(operands, 0, None) for operands in self._copies]
@@ -159,7 +182,7 @@ class CudaWorkbench(Workbench):
     regime = "graph-cold"
 
     def __init__(self, device: DeviceInfo) -> None:
-        self.device = device
+        super().__init__(device)
         self._cupy = import_cupy()
         self._nvml = nvml.Nvml(device.uuid)
         with on_device(device.index):
@@ -167,8 +190,8 @@ class CudaWorkbench(Workbench):
         self._handle = Stream(self._stream.ptr)
         self._copies: list[Operands] = []
         self._last_work = 0.0
+        self._foreign = 0
         self._scratch: Any = None
-        self._scratch_bytes = 0
 
     def require(self) -> None:
         check_architecture(self.device, self._cupy.cuda.nvrtc.getSupportedArchs())
@@ -199,29 +222,30 @@ class CudaWorkbench(Workbench):
 
     def unload(self) -> None:
         self._checker, self._copies, self._scratch = None, [], None
+        self._others.clear()
         with on_device(self.device.index):
             self._cupy.get_default_memory_pool().free_all_blocks(stream=self._stream)
 
-    def check(self, executable: Executable) -> Check:
-        assert self._checker is not None
-        checker = self._checker
+    def check(self, executable: Executable, problem: Problem | None = None) -> Check:
         with on_device(self.device.index), self._stream:
+            checker = self._checker_of(problem)
             executable.prepare()
-            workspace = self._workspace(executable)
-            workspace.memset_async(
-                0xFF, self._scratch_bytes, self._stream
-            )  # nobody inherits another candidate's products
+            scratch = self._workspace(executable)
+            scratch.fill(0xFF)  # nobody inherits another candidate's products
             checker.poison()
-            executable(Call(checker.operands, workspace.ptr, self._handle))
+            executable(Call(checker.operands, scratch.data.ptr + _GUARD_BYTES, self._handle))
             self._stream.synchronize()
+            behind = _GUARD_BYTES + executable.workspace_bytes
+            for guard in (scratch[:_GUARD_BYTES], scratch[behind : behind + _GUARD_BYTES]):
+                if not bool((guard == 0xFF).all()):
+                    return Check("out_of_bounds", "bytes around the workspace were written")
             return checker.verdict()
 
     def _workspace(self, executable: Executable) -> Any:
-        """Scratch memory that all candidates of a problem share; graphs keep what they were captured with."""
-        if self._scratch is None or self._scratch_bytes < executable.workspace_bytes:
-            nbytes = max(512, executable.workspace_bytes)
-            self._scratch = self._cupy.cuda.alloc(nbytes)
-            self._scratch_bytes = nbytes  # only now: the allocation may have failed
+        """Scratch memory between guards, for all candidates of a problem; graphs keep what they were captured with."""
+        nbytes = executable.workspace_bytes + 2 * _GUARD_BYTES
+        if self._scratch is None or self._scratch.size < nbytes:
+            self._scratch = self._cupy.empty(nbytes, np.uint8)
         return self._scratch
 
     def trial(self, executable: Executable) -> Trial:
@@ -229,7 +253,8 @@ class CudaWorkbench(Workbench):
         with on_device(self.device.index), self._stream:
             executable.prepare()
             memory = self._workspace(executable)
-            calls = [Call(operands, memory.ptr, self._handle) for operands in self._copies]
+            workspace = memory.data.ptr + _GUARD_BYTES
+            calls = [Call(operands, workspace, self._handle) for operands in self._copies]
             graph = self._graph(executable, calls, 5)
             estimate = self._seconds(graph, 5)
             launches = int(min(_MAX_LAUNCHES, max(UNIT_S / max(estimate, 1e-7), len(calls))))
@@ -284,6 +309,16 @@ class CudaWorkbench(Workbench):
                     )
                 self._stream.synchronize()
         self._last_work = time.monotonic()
+
+    def foreign_load(self) -> int:
+        """What NVML counts over its last second, or, where this process worked in it, what was found last."""
+        if time.monotonic() - self._last_work > PAUSE_S:
+            busy = self._nvml.busy_percent() or 0
+            if busy > _BUSY:  # a neighbour, or what just ended?
+                time.sleep(PAUSE_S)
+                busy = self._nvml.busy_percent() or 0
+            self._foreign = busy if busy > _BUSY else 0
+        return self._foreign
 
     def reading(self) -> nvml.Reading | None:
         return self._nvml.read()

@@ -79,7 +79,7 @@ def demo(device: Device = "auto", database: Database = None) -> None:
         problems = [Problem(m, 2048, 512, "float32") for m in (1, 64, 512)]
     console.print(f"Device: {chosen.name} ({chosen.key})")
     store = TuningStore(settings.database)  # an error here, rather than results that are lost
-    if _tune(store, [runner_for(chosen)], problems, "quick", None, quiet=False):
+    if _tune(store, [runner_for(chosen)], problems, "quick", None, quiet=False)[0]:
         raise typer.Exit(1)
     store.close()
     dispatcher = Dispatcher(settings)
@@ -145,7 +145,8 @@ def tune(
     alignment: Alignment = None,
     effort: Effort = "quick",
     budget: Annotated[
-        float | None, typer.Option(min=0, help="Seconds for all, after which no candidate is begun.")
+        float | None,
+        typer.Option(min=0, help="Seconds for all that is not tuned yet, after which no candidate is begun."),
     ] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Tune what calls asked for and did not find.")] = False,
     device: Annotated[
@@ -182,9 +183,9 @@ def tune(
             console.print(report.plan_table(plan))
         return
     runners = [runner_for(d, isolate) for d in every]
-    failed = _tune(store, runners, problems, effort, budget, quiet=quiet or as_json)
+    failed, left = _tune(store, runners, problems, effort, budget, quiet=quiet or as_json)
     if as_json:
-        wanted = {(d.key, str(p)) for d in every for p in problems if p not in failed}
+        wanted = {(d.key, str(p)) for d in every for p in problems if p not in failed and (d.key, p) not in left}
         rows = report.decisions(Layers([("user", store)]), Registry())
         console.print_json(json.dumps([row for row in rows if (row["device"], row["problem"]) in wanted]))
     store.close()
@@ -306,21 +307,26 @@ def _tune(
     budget: float | None,
     *,
     quiet: bool,
-) -> list[Problem]:
-    """Tunes the problems on each kind of device with a progress bar; returns those that failed, each with a message."""
+) -> tuple[list[Problem], list[tuple[str, Problem]]]:
+    """Tunes the problems on each kind of device with a progress bar, with a budget only those not tuned yet.
+
+    Returns those that failed, each with a message, and those that the budget left, with their device's key.
+    """
     deadline = time.monotonic() + (float("inf") if budget is None else budget)
     failed: list[Problem] = []
-    begun, left = 0, 0
+    left: list[tuple[str, Problem]] = []
+    begun: set[str] = set()  # device keys
     done = itertools.count(1)
     total = len(problems) * len({r.device.key for r in runners})
 
     def tune_one(tuner: Tuner, problem: Problem) -> None:
-        nonlocal begun, left
-        start = time.monotonic()
-        if start >= deadline and begun:
-            left += 1
+        start, key = time.monotonic(), tuner.device.key
+        if budget is not None and tuner.is_tuned(problem):
             return
-        begun += 1
+        if start >= deadline and key in begun:
+            left.append((key, problem))
+            return
+        begun.add(key)
         try:
             decision = tuner.tune(problem, effort=effort, budget_s=deadline - start)
         except AutodispatchError as cause:
@@ -346,8 +352,8 @@ def _tune(
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None
     if left:
-        messages.print(f"the budget is used up, {left} of {total} problems are left")
-    return failed
+        messages.print(f"the budget is used up, {len(left)} of {total} problems are left")
+    return failed, left
 
 
 def _command() -> str:

@@ -62,6 +62,15 @@ class Nvml:
             _warn_once(f"{type(cause).__name__}: {cause}")
             return None
 
+    def busy_percent(self) -> int | None:
+        """The share of the last second or less in which some kernel of anybody ran."""
+        if self._handle is None:
+            return None
+        try:
+            return int(self._module.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        except Exception:  # not on every card, and not for MIG slices
+            return None
+
 
 @lru_cache(maxsize=1)
 def _warn_once(cause: str) -> None:

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autodispatch import benchmark, nvml
 from autodispatch.benchmark import Timing, Trial, Workbench
@@ -18,6 +18,7 @@ from autodispatch.reference import Check
 from autodispatch.variants import Candidate, Executable
 
 _FASTEST_READ = 0.8  # of the time that the memory's peak bandwidth gives
+_SMALL_M, _SMALL_N, _SMALL_K = 197, 296, 200  # multiples of no tile
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class Runner(ABC):
         """Raises the error that every candidate would meet, before anything is measured or stored."""
 
     @abstractmethod
-    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
-        """Makes the inputs and the reference of a problem, and begins to build the candidates. Raises MemoryError."""
+    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
+        """Makes the inputs and the reference of a problem, and begins to build the candidates. Raises MemoryError.
+
+        Returns how busy others keep the device, in percent.
+        """
 
     @abstractmethod
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
@@ -70,6 +74,18 @@ class Runner(ABC):
         return
 
 
+def overhanging(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Problem | None:
+    """A small problem like another, whose sizes are multiples of no tile; None if the candidate is legal for none."""
+    n, k = _SMALL_N + problem.n % 8, _SMALL_K + problem.k % 8  # as even as the problem's own
+    fewer = max(1, problem.m - 1)
+    for depth in (k, problem.k):
+        for m in dict.fromkeys((min(fewer, _SMALL_M), fewer, problem.m)):
+            small = replace(problem, m=m, n=n, k=depth)
+            if candidate.is_legal(small, device):
+                return small
+    return None
+
+
 class LocalRunner(Runner):
     """Tries candidates in this process, which a candidate can ruin."""
 
@@ -85,12 +101,14 @@ class LocalRunner(Runner):
     def require(self) -> None:
         self.bench.require()
 
-    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
+    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
         self.unload()
         self._problem = problem
+        foreign_load = self.bench.foreign_load()
         self.bench.load(problem)
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
         self._builds = {c: self._pool.submit(c.executable, problem, self.device) for c in candidates}
+        return foreign_load
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
         try:
@@ -99,7 +117,7 @@ class LocalRunner(Runner):
             status = "compile_failed" if isinstance(cause, CompileError) else "launch_failed"
             return Outcome(Check(status, str(cause)))
         try:
-            check = self.bench.check(executable)
+            check = self._check(candidate, executable)
             if check.status == "ok":
                 self.bench.heat_up()
                 trial = self._trials[candidate] = self.bench.trial(executable)
@@ -116,6 +134,16 @@ class LocalRunner(Runner):
                 ) from cause
             check = Check("launch_failed", f"{type(cause).__name__}: {cause}")
         return self._outcome(executable, check, None)
+
+    def _check(self, candidate: Candidate, executable: Executable) -> Check:
+        """On the problem, and beside it on a small one over which tiles hang in both directions."""
+        assert self._problem is not None
+        check = self.bench.check(executable)
+        beside = overhanging(candidate, self._problem, self.device)
+        if check.status != "ok" or beside is None:
+            return check
+        other = self.bench.check(candidate.executable(beside, self.device), beside)
+        return check if other.status == "ok" else replace(other, reason=f"on {beside}: {other.reason}")
 
     def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
         for candidate in candidates:

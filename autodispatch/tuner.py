@@ -99,6 +99,7 @@ class Tuner:
 
         `effort` "quick" tries the defaults and the likely winners of each path, "full" everything legal. When
         `budget_s` seconds are over no further candidate is begun, and the finals are played between those measured.
+        Where another process tuned the problem while this one waited for the device, its decision is taken.
 
         Raises UnsupportedProblemError for a problem without work, AutodispatchError if no candidate was right.
         """
@@ -107,14 +108,25 @@ class Tuner:
         self._runner.require()
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
-        incumbent = self._incumbent(problem)
-        if incumbent is not None and incumbent not in candidates:
-            candidates.insert(0, incumbent)
-        with timing_on(self._device.uuid):
-            known = self._known(problem, candidates)  # what another process measured while this one waited, too
-            with self._loaded(problem, [c for c in candidates if c not in known]):
+        asked_at = now()
+        with timing_on(self._device.uuid):  # another process may have tuned it while this one waited
+            decision = self._store.decision(self._device.key, problem, self._runner.regime)
+            if decision is not None and decision.decided_at > asked_at and self.is_tuned(problem):
+                return decision
+            incumbent = self._incumbent(problem)
+            if incumbent is not None and incumbent not in candidates:
+                candidates.insert(0, incumbent)
+            known = self._known(problem, candidates)
+            with self._loaded(problem, [c for c in candidates if c not in known]) as alone:
                 results = self._screen(problem, candidates, deadline, known)
-                return self._conclude(problem, results, incumbent, len(results) == len(candidates))
+                return self._conclude(problem, results, incumbent, alone and len(results) == len(candidates))
+
+    def is_tuned(self, problem: Problem) -> bool:
+        """Whether a complete decision of today's kernels is there."""
+        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        leader = self._store.measurement(decision.leader) if decision is not None and decision.complete else None
+        variant = self._registry.variants.get(leader.variant) if leader is not None else None
+        return leader is not None and variant is not None and variant.digest == leader.digest
 
     def retime(self, problem: Problem, candidates: Sequence[Candidate]) -> DecisionRecord:
         """Measures some candidates, of which the first is in place, and stores the decision between them as incomplete.
@@ -156,15 +168,23 @@ class Tuner:
             return sorted(timed, key=lambda r: r.timing.median if r.timing else 0.0) + failed
 
     @contextmanager
-    def _loaded(self, problem: Problem, candidates: Sequence[Candidate]) -> Iterator[None]:
+    def _loaded(self, problem: Problem, candidates: Sequence[Candidate]) -> Iterator[bool]:
+        """Whether the device is ours alone."""
         try:
             try:
-                self._runner.load(problem, candidates)
+                foreign_load = self._runner.load(problem, candidates)
             except MemoryError as cause:
                 raise AutodispatchError(
                     f"the inputs and the reference of {problem} must fit into memory ({cause})"
                 ) from cause
-            yield
+            if foreign_load:
+                _log.warning(
+                    "others keep %s busy for %d %% of the time; what is decided for %s counts as incomplete",
+                    self._device.name,
+                    foreign_load,
+                    problem,
+                )
+            yield not foreign_load
         finally:
             self._runner.unload()
 
@@ -374,8 +394,8 @@ def tune(
 ) -> list[DecisionRecord]:
     """Tunes problems on a device (the first GPU, or the processor) into the user's database, or the one given.
 
-    `effort` is that of `Tuner.tune`; `budget_s` are seconds for all problems, of which those that do not get their turn
-    are left out; `isolate` tries the candidates in a process of their own;
+    `effort` is that of `Tuner.tune`; `budget_s` are seconds for all problems that are not tuned yet, of which those
+    that do not get their turn are left out; `isolate` tries the candidates in a process of their own;
     `listener` hears of every step. Raises what `Tuner.tune` raises, and StoreError; what was finished before is stored.
     """
     store = TuningStore(database or Settings.from_environment().database)
@@ -386,6 +406,8 @@ def tune(
     with closing(store), closing(tuner):
         for problem in problems:
             left_s = deadline - time.monotonic()
+            if budget_s is not None and tuner.is_tuned(problem):
+                continue
             if left_s > 0 or not decisions:
                 decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
     return decisions

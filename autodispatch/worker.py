@@ -89,9 +89,10 @@ class WorkerRunner(Runner):
     def require(self) -> None:
         self._ask("require", limit_s=self._limits[0])
 
-    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
+    def load(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
         self._problem, self._builds_ahead = problem, True
-        self._ask("load", problem, [c.key for c in candidates], limit_s=self._limits[0])
+        foreign_load: int = self._ask("load", problem, [c.key for c in candidates], limit_s=self._limits[0])
+        return foreign_load
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
         self._ensure_loaded()

@@ -124,7 +124,7 @@ class FakeWorkbench(Workbench):
         *,
         is_healthy: bool = True,
     ) -> None:
-        self.device = device
+        super().__init__(device)
         self._times, self._checks, self._is_healthy = times or {}, checks or {}, is_healthy
         self.loaded: list[Problem] = []
         self.log: list[str] = []
@@ -138,7 +138,7 @@ class FakeWorkbench(Workbench):
     def healthy(self) -> bool:
         return self._is_healthy
 
-    def check(self, executable: Any) -> Check:
+    def check(self, executable: Any, problem: Problem | None = None) -> Check:
         self.log.append(f"check {executable.name}")
         outcome = self._checks.get(executable.name, Check("ok", "", 1e-4, 1e-3))
         if isinstance(outcome, BaseException):
@@ -158,7 +158,7 @@ def worker_runner(kind: str, index: int) -> tuple[LocalRunner, Registry]:
     """What a worker of the tests serves: variants named by what they do to it."""
 
     class Deadly(FakeWorkbench):
-        def check(self, executable: Any) -> Check:
+        def check(self, executable: Any, problem: Problem | None = None) -> Check:
             if executable.name == "segfaults":
                 os.kill(os.getpid(), signal.SIGSEGV)
             if executable.name == "exits":
@@ -168,7 +168,7 @@ def worker_runner(kind: str, index: int) -> tuple[LocalRunner, Registry]:
             if executable.name == "ruins":
                 self._is_healthy = False
                 raise RuntimeError("an illegal memory access was encountered")
-            return super().check(executable)
+            return super().check(executable, problem)
 
     return LocalRunner(Deadly(cpu_device())), Registry(registry_of(*DEADLY, HANGS_LATER))
 

@@ -99,20 +99,19 @@ def test_the_processors_workbench_checks_and_times_for_real() -> None:
 
 
 def test_scratch_memory_that_could_not_be_had_is_not_used() -> None:
-    class Memory:
-        def __init__(self, nbytes: int) -> None:
-            if nbytes > 1000:
-                raise MemoryError("too much")
-            self.nbytes = nbytes
+    def empty(nbytes: int, dtype: object) -> SimpleNamespace:
+        if nbytes > 10_000:
+            raise MemoryError("too much")
+        return SimpleNamespace(size=nbytes)
 
     bench = object.__new__(CudaWorkbench)
-    bench._cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=Memory))
-    bench._scratch, bench._scratch_bytes = None, 0
+    bench._cupy = SimpleNamespace(empty=empty)
+    bench._scratch = None
     small = bench._workspace(SimpleNamespace(workspace_bytes=0))  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         bench._workspace(SimpleNamespace(workspace_bytes=10**10))  # type: ignore[arg-type]
-    assert bench._workspace(SimpleNamespace(workspace_bytes=100)) is small  # type: ignore[arg-type]
-    assert bench._scratch_bytes == small.nbytes
+    assert bench._workspace(SimpleNamespace(workspace_bytes=0)) is small  # type: ignore[arg-type]
+    assert bench._workspace(SimpleNamespace(workspace_bytes=100)).size > small.size  # type: ignore[arg-type]
 
 
 def test_rounds_on_a_throttled_clock_are_played_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,13 @@ def test_a_budget_is_for_all_problems_and_more_of_it_tunes_what_was_left() -> No
     assert TuningStore(Settings.from_environment().database).counts()["decisions"] == 3
 
 
+def test_a_budget_goes_to_what_is_not_tuned_yet() -> None:
+    run("tune", "8,32,16", *CPU)
+    found = json.loads(run("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0", "--json").stdout)
+    problems = [row["problem"] for row in found]
+    assert [p.split()[0] for p in problems] == ["8,32,16", "16,32,16"]
+
+
 def test_demo_tunes_dispatches_checks_and_explains() -> None:
     result = run("demo", *CPU)
     assert result.output.count("tuned: measured") == 3

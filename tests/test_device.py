@@ -224,3 +224,13 @@ print(dispatcher.run(x, x, x)[0, 0])
     result = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "DeviceError" in result.stderr
+
+
+def test_how_busy_a_device_is_is_known_where_nvml_tells() -> None:
+    class Busy(FakeNvml):
+        def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
+            return SimpleNamespace(gpu=37, memory=1)
+
+    assert Nvml(UUID_TEXT, Busy()).busy_percent() == 37
+    assert Nvml(UUID_TEXT, FakeNvml()).busy_percent() is None
+    assert Nvml("ffff", Busy()).busy_percent() is None

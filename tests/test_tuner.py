@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from autodispatch import tuner as tuner_module
 from autodispatch.benchmark import Trial
 from autodispatch.device import cpu_device
 from autodispatch.errors import AutodispatchError, DeviceError, UnsupportedProblemError
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
 from autodispatch.reference import Check
-from autodispatch.runner import LocalRunner
+from autodispatch.runner import LocalRunner, overhanging
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Progress, Tuner
 from autodispatch.variants import Registry
-from tests.fakes import FakeVariant, FakeWorkbench, like, registry_of
+from tests.fakes import H200, FakeVariant, FakeWorkbench, like, registry_of
 
 PROBLEM = Problem(64, 64, 64, "float32")
 CPU = cpu_device()
@@ -262,15 +264,83 @@ def test_a_time_in_which_the_weights_cannot_have_been_read_is_a_failure(store: T
 
 def test_a_result_that_is_wrong_after_many_launches_is_found(store: TuningStore) -> None:
     class Tiring(FakeWorkbench):
-        def check(self, executable: Any) -> Check:
+        def check(self, executable: Any, problem: Problem | None = None) -> Check:
             before = self.log.count(f"check {executable.name}")
-            found = super().check(executable)
-            return Check("wrong_result", "tired") if executable.name == "tires" and before else found
+            found = super().check(executable, problem)
+            return Check("wrong_result", "tired") if executable.name == "tires" and before > 1 else found
 
     variants = [FakeVariant("tires", speeds=(1,)), FakeVariant("lasts", speeds=(10,))]
     decision = Tuner(store, LocalRunner(Tiring(CPU)), Registry(registry_of(*variants))).tune(PROBLEM)
     assert leader(store, decision).variant == "lasts"
     assert by_variant(store, "screen")["tires"].reason == "tired"
+
+
+def test_a_result_that_is_wrong_only_where_tiles_hang_over_is_found(store: TuningStore) -> None:
+    class Ragged(FakeWorkbench):
+        def check(self, executable: Any, problem: Problem | None = None) -> Check:
+            found = super().check(executable, problem)
+            return Check("wrong_result", "cut off") if executable.name == "even" and problem is not None else found
+
+    variants = [FakeVariant("even", speeds=(1,)), FakeVariant("any", speeds=(10,))]
+    decision = Tuner(store, LocalRunner(Ragged(CPU)), Registry(registry_of(*variants))).tune(PROBLEM)
+    assert leader(store, decision).variant == "any"
+    record = by_variant(store, "screen")["even"]
+    assert (record.status, record.reason) == ("wrong_result", "on 63,296,200 float32 kn: cut off")
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 8960, 1536), (16, 8960, 1536), (64, 4096, 4096), (128, 512, 1536), (4096, 8960, 1536)]
+)
+@pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "nk"), ("float16", "kn"), ("float32", "nk")])
+def test_every_candidate_is_also_checked_where_its_tiles_hang_over(
+    shape: tuple[int, int, int], dtype: str, layout: str
+) -> None:
+    problem = Problem(*shape, dtype, layout)
+    for candidate in Registry().candidates(problem, H200):
+        beside = overhanging(candidate, problem, H200)
+        assert beside is not None, candidate
+        tunables = vars(candidate.config)
+        tile_m, tile_n = tunables.get("tile_m", 1), tunables.get("tile_n", 1)
+        assert tile_m == 1 or beside.m == 1 or beside.m % tile_m
+        assert tile_n in (1, 8) or beside.n % tile_n, candidate
+
+
+def test_what_is_measured_beside_others_counts_as_incomplete(
+    store: TuningStore, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    class Shared(FakeWorkbench):
+        def foreign_load(self) -> int:
+            return 40
+
+    runner = LocalRunner(Shared(CPU))
+    decision = Tuner(store, runner, Registry(registry_of(FakeVariant("any")))).tune(PROBLEM)
+    assert not decision.complete
+    assert "busy for 40 % of the time" in warnings_logged.text
+    assert tuner(store, FakeVariant("any")).tune(PROBLEM).complete
+
+
+def test_what_another_process_decided_while_this_one_waited_is_taken(
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = FakeVariant("first", speeds=(10,)), FakeVariant("second", speeds=(11,))
+    before = tuner(store, *variants).tune(PROBLEM)
+    waiting = tuner(store, *variants)
+    other = tuner(store, *variants)
+    wait_for = tuner_module.timing_on
+    monkeypatch.setattr(tuner_module, "now", lambda: "2999-01-01T00:00:00.000000+00:00")
+
+    @contextmanager
+    def while_another_tunes(uuid: str) -> Iterator[None]:
+        monkeypatch.setattr(tuner_module, "timing_on", wait_for)
+        monkeypatch.setattr(tuner_module, "now", lambda: "2999-01-01T00:00:01.000000+00:00")
+        other.tune(PROBLEM)
+        with wait_for(uuid):
+            yield
+
+    monkeypatch.setattr(tuner_module, "timing_on", while_another_tunes)
+    taken = waiting.tune(PROBLEM)
+    assert taken.decided_at > before.decided_at and taken == store.decision(CPU.key, PROBLEM)
+    assert checked(waiting) == []
 
 
 def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
