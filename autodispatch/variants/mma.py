@@ -156,8 +156,8 @@ def config_space(
             restriction("the registers of a thread")(
                 lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
             ),
-            restriction("six warps, of which an SM has two blocks, for 16-bit elements; for kn 64 bytes of k")(
-                lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and (p.layout == "nk" or c.tile_k == 32))
+            restriction("six warps, of which an SM has two blocks, for 16-bit elements and 64 bytes of k")(
+                lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and c.tile_k == 32)
             ),
             restriction("the device's shared memory per block")(
                 lambda c, p, d: shared_bytes(c, p) <= d.shared_bytes_per_block
