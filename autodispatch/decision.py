@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 TIE = 0.01  # a difference that is none, however sure
 WORTH_LEAVING = 0.02  # a gain for which the default is left
+STEADY = 0.25  # by how much a candidate may slow down, or speed up, over the finals
 _CONFIDENCE = 0.95
 
 
@@ -69,6 +70,13 @@ def gain(slower: Finalist, faster: Finalist) -> Gain:
     ratios = sorted(math.log(x / y) for x, y in zip(slower.samples, faster.samples, strict=True))
     low, high = _median_interval(len(ratios))
     return Gain(statistics.median(ratios), ratios[low], ratios[high])
+
+
+def drift(samples: Sequence[float]) -> float:
+    """How far the smallest of the first and of the last third of the samples lie apart, relative to the smaller."""
+    third = max(1, len(samples) // 3)
+    first, last = min(samples[:third]), min(samples[-third:])
+    return abs(first - last) / min(first, last)
 
 
 def _tied(finalist: Finalist, fastest: Finalist) -> bool:

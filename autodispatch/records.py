@@ -30,8 +30,8 @@ Stage = Literal["screen", "final"]
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    """The time in UTC, to the millisecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 class Record(BaseModel):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autodispatch import benchmark, heuristics
 from autodispatch.benchmark import Timing
-from autodispatch.decision import Finalist, decide
+from autodispatch.decision import STEADY, Finalist, decide, drift
 from autodispatch.device import DeviceInfo, default_device, environment
 from autodispatch.errors import AutodispatchError, UnsupportedProblemError
 from autodispatch.locks import timing_on
@@ -178,12 +178,8 @@ class Tuner:
                     f"the inputs and the reference of {problem} must fit into memory ({cause})"
                 ) from cause
             if foreign_load:
-                _log.warning(
-                    "others keep %s busy for %d %% of the time; what is decided for %s counts as incomplete",
-                    self._device.name,
-                    foreign_load,
-                    problem,
-                )
+                message = "others keep %s busy for %d %% of the time; what is decided for %s counts as incomplete"
+                _log.warning(message, self._device.name, foreign_load, problem)
             yield not foreign_load
         finally:
             self._runner.unload()
@@ -334,6 +330,9 @@ class Tuner:
             places = (candidate == incumbent, candidate == default)
             finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
         verdict = decide(finalists)
+        steady = drift(verdict.pick.samples) <= STEADY
+        if not steady:
+            _log.warning("times of %s drifted during the finals; the decision counts as incomplete", problem)
         leader = records[verdict.pick.name]
         others = [r for r in records.values() if r is not leader]
         others.sort(key=lambda r: (r.median_us, r.variant, r.config))
@@ -344,7 +343,7 @@ class Tuner:
             leader=leader.id,
             finalists=[leader.id, *(r.id for r in others)],
             ties=[records[f.name].id for f in verdict.ties],
-            complete=complete,
+            complete=complete and steady,
             session_id=self._begin_session(),
             decided_at=now(),
         )

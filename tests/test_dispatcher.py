@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,37 @@ def test_threads_share_a_dispatcher(dispatcher: Dispatcher) -> None:
         thread.join()
     for case, result in zip(cases, results, strict=True):
         assert_right(result, *case)
+
+
+def test_threads_that_meet_a_new_problem_tune_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[Problem] = []
+    timing = threading.Lock()
+
+    def tune(self: Tuner, problem: Problem, **options: Any) -> Any:
+        assert timing.acquire(blocking=False)  # never two at once on one device
+        tuned.append(problem)
+        time.sleep(0.05)
+        timing.release()
+        raise AutodispatchError("as the test says")
+
+    monkeypatch.setattr(Tuner, "tune", tune)
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="tune"))
+    for cases in ([arguments(8)] * 8, [arguments(16 + i) for i in range(8)]):
+        results: list[Any] = [None] * 8
+        barrier = threading.Barrier(8)
+
+        def work(i: int, cases: Any = cases, results: Any = results, barrier: Any = barrier) -> None:
+            barrier.wait()
+            results[i] = d.run(*cases[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for case, result in zip(cases, results, strict=True):
+            assert_right(result, *case)
+    assert len(tuned) == len(set(tuned)) == 9
 
 
 def test_the_module_level_functions_share_one_dispatcher(tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_a_decision_is_replaced_and_found_for_any_m(store: TuningStore) -> None:
     assert store.counts()["decisions"] == 1
 
 
+def test_what_was_timed_in_another_regime_is_another_decision(store: TuningStore) -> None:
+    cold = filled(store)
+    record = measurement(median=2.0, regime="eager-warm")
+    store.add_measurement(record)
+    warm = decision(PROBLEM, record)
+    store.set_decision(warm)
+    assert store.decision(CPU.key, PROBLEM, "eager-cold") == cold
+    assert store.decision(CPU.key, PROBLEM, "eager-warm") == warm
+    assert store.counts()["decisions"] == 2
+
+
 @pytest.mark.parametrize("field", ["dtype", "layout", "alignment", "precision", "math", "n", "k"])
 def test_every_field_of_the_problem_must_match(store: TuningStore, field: str) -> None:
     filled(store)

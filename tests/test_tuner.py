@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
 import random
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autodispatch import tuner as tuner_module
-from autodispatch.benchmark import Trial
+from autodispatch.benchmark import Timing, Trial
 from autodispatch.device import cpu_device
 from autodispatch.errors import AutodispatchError, DeviceError, UnsupportedProblemError
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
 from autodispatch.reference import Check
-from autodispatch.runner import LocalRunner, overhanging
+from autodispatch.runner import LocalRunner, Outcome, overhanging
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Progress, Tuner
-from autodispatch.variants import Registry
+from autodispatch.variants import Candidate, Registry
 from tests.fakes import H200, FakeVariant, FakeWorkbench, like, registry_of
 
 PROBLEM = Problem(64, 64, 64, "float32")
@@ -317,6 +321,64 @@ def test_what_is_measured_beside_others_counts_as_incomplete(
     assert not decision.complete
     assert "busy for 40 % of the time" in warnings_logged.text
     assert tuner(store, FakeVariant("any")).tune(PROBLEM).complete
+
+
+def test_times_that_change_much_during_the_finals_make_no_complete_decision(
+    store: TuningStore, warnings_logged: pytest.LogCaptureFixture
+) -> None:
+    class Slowing(LocalRunner):
+        def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+            timing = Timing(tuple(10.0 * (1 + 0.015 * i) for i in range(rounds)))
+            return [Outcome(Check("ok"), timing) for _ in candidates]
+
+    registry = Registry(registry_of(FakeVariant("any")))
+    decision = Tuner(store, Slowing(FakeWorkbench(CPU)), registry).tune(PROBLEM)
+    assert not decision.complete
+    assert "during the finals" in warnings_logged.text
+    assert tuner(store, FakeVariant("any")).tune(PROBLEM).complete
+
+
+def test_processes_that_tune_one_problem_at_once_end_with_one_candidate(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from autodispatch.runner import LocalRunner
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Tuner
+from autodispatch.variants import Registry
+from tests.fakes import FakeVariant, FakeWorkbench, like, registry_of
+from tests.test_tuner import CPU, PROBLEM, leader
+own = int(sys.argv[2])
+times = {f"v{i}": (lambda t=10.0 + 5 * (i != own): t) for i in range(4)}
+store = TuningStore(Path(sys.argv[1]))
+runner = LocalRunner(FakeWorkbench(like(CPU, uuid="of-the-test"), times))
+tuner = Tuner(store, runner, Registry(registry_of(*(FakeVariant(n) for n in times))))
+print("ready", flush=True)
+sys.stdin.readline()
+print(leader(store, tuner.tune(PROBLEM)).variant, leader(store, store.decision(CPU.key, PROBLEM)).variant)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "tuning.db"), str(i)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for i in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(found) == 1
+    (pair,) = found
+    assert pair.split()[0] == pair.split()[1]
 
 
 def test_what_another_process_decided_while_this_one_waited_is_taken(
