@@ -1,19 +1,23 @@
 """Carrying tuning records between machines: export to JSON Lines or SQLite, import of either.
 
 An import takes known fields of known types and candidates that this version knows by name, and nothing else: no code,
-no compiler options, no binaries. Merging is a union of sets, so it may be repeated and done in any order.
+no compiler options, no binaries. Merging is a union of sets; of two decisions for the same problem one made on this
+host comes first, then a complete one, then the later one, then the larger hash: it may be repeated, in any order.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from autodispatch.errors import StoreError
 from autodispatch.migrations import SCHEMA_VERSION
@@ -44,9 +48,11 @@ _NAMES = {record_type: name for name, record_type in _KINDS.items()}
 
 @dataclass
 class ImportReport:
-    """What an import did: records added by table, kept since they were there already, and rejected with the reason."""
+    """What an import did: records added by table, decisions superseded by imported ones, records of the file that were
+    there already or gave way to what was, and those rejected with the reason."""
 
     added: dict[str, int] = field(default_factory=dict)
+    superseded: int = 0
     kept: int = 0
     rejected: list[str] = field(default_factory=list)
 
@@ -79,7 +85,7 @@ def export_jsonl(store: TuningStore, path: Path, *, device_key: str | None = Non
     }
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8", newline="\n") as file:
-        for line in (header, *({"record": _NAMES[type(r)], **r.model_dump()} for r in records)):
+        for line in (header, *({"record": _NAMES[type(r)], **r.values()} for r in records)):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
     os.replace(draft, path)
     return len(records)
@@ -93,12 +99,17 @@ def export_sqlite(store: TuningStore, path: Path) -> int:
 
 
 def import_file(
-    store: TuningStore, path: Path, registry: Registry | None = None, *, replace_decisions: bool = False
+    store: TuningStore,
+    path: Path,
+    registry: Registry | None = None,
+    *,
+    replace_decisions: bool = False,
+    dry_run: bool = False,
 ) -> ImportReport:
-    """Reads a JSON Lines or SQLite export into the store, in one transaction.
+    """Reads a JSON Lines or SQLite export into the store, in one transaction, which a dry run takes back.
 
-    A decision that is there already is kept unless `replace_decisions`. Raises StoreError for a file that is neither,
-    or too large; a bad record is rejected by itself and reported.
+    With `replace_decisions` imported decisions take the place of all others, those made on this host too. Raises
+    StoreError for a file that is neither, or too large; a bad record is rejected by itself and reported.
     """
     if not path.is_file():
         raise StoreError(f"{path} must be a file to import (got none)")
@@ -108,7 +119,22 @@ def import_file(
     with path.open("rb") as file:
         is_sqlite = file.read(16) == b"SQLite format 3\0"
     candidates = _from_sqlite(path) if is_sqlite else _from_jsonl(path)
-    return _merge(store, candidates, registry or Registry(), replace_decisions)
+    records, rejected = _sound(candidates, registry or Registry())
+    hosts = {s.id: s.host for s in (*store.all_of(SessionRecord), *records) if isinstance(s, SessionRecord)}
+    here = socket.gethostname()
+
+    def supersedes(new: DecisionRecord, old: DecisionRecord) -> bool:
+        return replace_decisions or _rank(new, hosts, here) > _rank(old, hosts, here)
+
+    added = store.add_all(records, supersedes, dry_run=dry_run)
+    kept = len(records) - sum(added.new.values()) - added.superseded
+    return ImportReport(added.new, added.superseded, kept, rejected)
+
+
+def _rank(decision: DecisionRecord, hosts: Mapping[str, str], here: str) -> tuple[bool, bool, str, str]:
+    """Of two decisions for the same problem the larger one is kept."""
+    is_local = hosts.get(decision.session_id) == here
+    return is_local, decision.complete, decision.decided_at, content_hash(decision.values())
 
 
 def load_seeds(paths: Iterable[Path]) -> TuningStore:
@@ -119,32 +145,41 @@ def load_seeds(paths: Iterable[Path]) -> TuningStore:
     return store
 
 
-def _merge(
-    store: TuningStore, candidates: Iterator[Record | str], registry: Registry, replace_decisions: bool
-) -> ImportReport:
-    report = ImportReport()
+def _sound(candidates: Iterator[Record | str], registry: Registry) -> tuple[list[Record], list[str]]:
+    """The records that can be taken, and why others cannot."""
+    rejected: list[str] = []
     records: list[Record] = []
     known: dict[str, set[str]] = {"devices": set(), "environments": set(), "sessions": set()}
     measurements: dict[str, MeasurementRecord] = {}
+
+    @cache  # of a few candidates there are many measurements
+    def unknown(variant: str, config: str) -> str | None:
+        try:
+            registry.parse(variant, config)
+        except ValueError as cause:
+            return str(cause)
+        return None
+
     for item in candidates:
-        reason = item if isinstance(item, str) else _reason_against(item, registry, known, measurements)
+        reason = item if isinstance(item, str) else _reason_against(item, unknown, known, measurements)
         if reason:
-            report.rejected.append(reason)
+            rejected.append(reason)
         elif isinstance(item, Record):
             records.append(item)
             if isinstance(item, MeasurementRecord):
                 measurements[item.id] = item
             elif not isinstance(item, DecisionRecord):
                 known[TABLES[type(item)]].add(_identity(item))
-    report.added = store.add_all(records, replace_decisions=replace_decisions)
-    report.kept = len(records) - sum(report.added.values())
-    return report
+    return records, rejected
 
 
 def _reason_against(
-    record: Record, registry: Registry, known: dict[str, set[str]], measurements: dict[str, MeasurementRecord]
+    record: Record,
+    unknown: Callable[[str, str], str | None],
+    known: dict[str, set[str]],
+    measurements: dict[str, MeasurementRecord],
 ) -> str | None:
-    """Why a well-formed record is not taken, or None."""
+    """Why a well-formed record is not taken, or None. `unknown` says so of a variant and its config."""
     if isinstance(record, MeasurementRecord):
         if record.content_id != record.id:
             return f"measurement {record.id}: its id does not fit its content"
@@ -152,16 +187,18 @@ def _reason_against(
             return f"measurement {record.id}: it is ok but has no time"
         try:
             _ = record.problem
-            registry.parse(record.variant, record.config)
         except ValueError as cause:
             return f"measurement {record.id}: {cause}"
+        reason = unknown(record.variant, record.config)
+        if reason is not None:
+            return f"measurement {record.id}: {reason}"
         if record.session_id not in known["sessions"] or record.device_key not in known["devices"]:
             return f"measurement {record.id}: its session or device is missing"
     elif isinstance(record, SessionRecord):
         if record.device_key not in known["devices"] or record.environment_id not in known["environments"]:
             return f"session {record.id}: its device or environment is missing"
     elif isinstance(record, EnvironmentRecord):
-        if content_hash(record.model_dump(exclude={"id"})) != record.id:
+        if EnvironmentRecord.of({k: v for k, v in record.values().items() if k != "id"}).id != record.id:
             return f"environment {record.id}: its id does not fit its content"
     elif isinstance(record, DecisionRecord):
         name = f"decision {record.m},{record.n},{record.k} {record.dtype} {record.layout}"
@@ -195,7 +232,7 @@ def _from_jsonl(path: Path) -> Iterator[Record | str]:
                     f"{path} must have lines of at most {MAX_LINE_BYTES} bytes (got more in line {number})"
                 )
             try:
-                content = json.loads(line)
+                content = from_json(line, allow_inf_nan=False)
             except ValueError as cause:
                 if number == 1:
                     raise StoreError(f"{path} must be JSON Lines or SQLite (got neither: {cause})") from cause
@@ -218,10 +255,10 @@ def _check_header(path: Path, content: Any) -> None:
 def _parse(content: Any, where: str) -> Record | str:
     if not isinstance(content, dict) or content.get("record") not in _KINDS:
         return f"{where}: record must be one of {', '.join(_KINDS)}"
-    record_type = _KINDS[content["record"]]
+    record_type = _KINDS[content.pop("record")]
     try:
-        return record_type(**{k: v for k, v in content.items() if k != "record"})
-    except (ValidationError, TypeError) as cause:
+        return record_type.model_validate(content)
+    except ValidationError as cause:
         return f"{where}: {_short(cause)}"
 
 

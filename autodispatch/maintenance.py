@@ -58,13 +58,16 @@ def import_(
     replace_decisions: Annotated[
         bool, typer.Option("--replace", help="Let imported decisions take the place of your own.")
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
     database: Database = None,
 ) -> None:
-    """Merges a file into the user's database and says what was added, kept and rejected."""
+    """Merges a file into the user's database and says what was added, superseded, kept and rejected."""
     store = TuningStore(settings_of(database).database)
-    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions)
+    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions, dry_run=dry_run)
     console.print(
-        f"added: {_counts(outcome.added)}; kept: {outcome.kept}; rejected: {len(outcome.rejected)}", highlight=False
+        f"{'would be added' if dry_run else 'added'}: {_counts(outcome.added)}; superseded: {outcome.superseded}; "
+        f"kept: {outcome.kept}; rejected: {len(outcome.rejected)}",
+        highlight=False,
     )
     for reason in outcome.rejected[:20]:
         messages.print(f"rejected: {reason}", highlight=False, markup=False)

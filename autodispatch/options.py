@@ -57,8 +57,7 @@ def problems_of(
         if shapes_file is not None:
             found += shapes.from_file(shapes_file)
         if hf_config is not None:
-            n, k, its_activation = shapes.from_hf_config(hf_config)
-            activation = activation or its_activation
+            n, k, activation = shapes.from_hf_config(hf_config, activation)
         if ms is not None or hf_config is not None:
             if n is None or k is None:
                 raise ValueError("--m must come with --n and --k, or with --hf-config")

@@ -44,6 +44,11 @@ class Record(BaseModel):
     def columns(cls) -> tuple[str, ...]:
         return tuple(cls.model_fields)
 
+    def values(self) -> dict[str, Any]:
+        """The fields by name, in the order of the columns; of plain types, so that there is nothing to convert."""
+        own = self.__dict__
+        return {name: own[name] for name in self.columns()}
+
 
 class DeviceRecord(Record):
     """A device model by what must match, and the attributes that the cost model reads."""
@@ -159,7 +164,7 @@ class MeasurementRecord(ProblemRecord):
 
     @property
     def content_id(self) -> str:
-        return content_hash(self.model_dump(exclude={"id"}))
+        return content_hash({name: value for name, value in self.values().items() if name != "id"})
 
 
 class DecisionRecord(ProblemRecord):

@@ -58,10 +58,11 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(p) for p in parts)
 
 
-def from_hf_config(path: Path) -> tuple[int, int, str]:
+def from_hf_config(path: Path, activation: str | None = None) -> tuple[int, int, str]:
     """(n, k, activation) of the gated MLP that a Hugging Face `config.json` describes: n its width, k the hidden size.
 
-    Raises ValueError if the file does not describe one with an activation that is known.
+    An `activation` that is given takes the place of the file's. Raises ValueError if the file does not describe an MLP
+    with an activation that is known.
     """
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -75,10 +76,13 @@ def from_hf_config(path: Path) -> tuple[int, int, str]:
     n = config.get("moe_intermediate_size") or config.get("intermediate_size")
     if not isinstance(n, int) or not isinstance(k, int):
         raise ValueError(f"{path} must have hidden_size and intermediate_size (got {k!r} and {n!r})")
-    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    if activation not in HF_ACTIVATIONS:
-        raise ValueError(f"{path} must have hidden_act {', '.join(HF_ACTIVATIONS)} (got {activation!r})")
-    return n, k, HF_ACTIVATIONS[activation]
+    if activation is not None:
+        return n, k, activation
+    its_own = config.get("hidden_activation") or config.get("hidden_act") or "silu"  # Gemma has both
+    if its_own not in HF_ACTIVATIONS:
+        known = ", ".join(HF_ACTIVATIONS)
+        raise ValueError(f"{path} must have hidden_act {known}, or an activation must be given (got {its_own!r})")
+    return n, k, HF_ACTIVATIONS[its_own]
 
 
 def problems(

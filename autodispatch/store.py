@@ -1,27 +1,19 @@
-"""TuningStore: what was measured and decided, in SQLite.
-
-Every write is one short BEGIN IMMEDIATE transaction.
-"""
+"""TuningStore: what was measured and decided, in a tuning database."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import sqlite3
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from sqlite_utils import Database
 
-from autodispatch.errors import StoreError
-from autodispatch.locks import exclusive
-from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION, STEPS, migrations
+from autodispatch.database import TuningDatabase
 from autodispatch.problem import Problem
 from autodispatch.records import (
     PROBLEM_FIELDS,
@@ -37,174 +29,26 @@ from autodispatch.records import (
 )
 
 _log = logging.getLogger("autodispatch")
-BUSY_TIMEOUT_S = 60.0
 _JSON_COLUMNS = ("samples_us", "finalists", "ties")
 _SAME_PROBLEM = tuple(f for f in PROBLEM_FIELDS if f != "m")
 
-T = TypeVar("T")
+
+class Added(NamedTuple):
+    """How many records of each table were new, and how many decisions took the place of others."""
+
+    new: dict[str, int]
+    superseded: int
 
 
-class TuningStore:
-    """One tuning database. `path` None keeps it in memory. Safe to share between threads.
+class _TakenBackError(Exception):
+    """Ends the transaction of a dry run."""
 
-    Opening creates the file and its folder, and brings an older schema up to date in one transaction. A corrupt file
-    is moved aside to `<name>.corrupt-<time>`, with a warning, and a new one is begun.
+    def __init__(self, added: Added) -> None:
+        self.added = added
 
-    Raises StoreError for a file of another program, of a newer schema, or that cannot be opened.
-    """
 
-    def __init__(self, path: Path | None = None, *, read_only: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S):
-        self.path = path
-        self.read_only = read_only
-        self._busy_timeout_s = busy_timeout_s
-        self._lock = threading.RLock()
-        self.journal_mode = ""
-        self._db = self._open_or_replace()
-
-    def _open_or_replace(self) -> Database:
-        try:
-            return self._open()
-        except sqlite3.DatabaseError as cause:
-            if not self._is_damaged(cause):
-                raise StoreError(f"{self.path} must be a readable SQLite database (got {cause})") from cause
-            return self._replace()
-        except OSError as cause:
-            raise StoreError(f"{self.path} must be in a folder that can be written (got {cause})") from cause
-
-    def _is_damaged(self, error: sqlite3.DatabaseError) -> bool:
-        """Whether the file itself is corrupt and ours to replace: not locked, not forbidden, no mistake in a statement.
-
-        sqlite3 raises DatabaseError itself for SQLITE_CORRUPT and SQLITE_NOTADB, and a subclass for all else.
-        """
-        return type(error) is sqlite3.DatabaseError and not self.read_only and self.path is not None
-
-    def _replace(self) -> Database:
-        """Moves the corrupt file aside and begins anew; of several processes that find it corrupt, one does it."""
-        assert self.path is not None
-        try:
-            with exclusive(self.path.with_name(self.path.name + ".lock")):
-                try:
-                    return self._checked(self._open())
-                except sqlite3.DatabaseError as cause:
-                    if not self._is_damaged(cause):
-                        raise
-                    self._move_aside(cause)
-                    return self._open()
-        except (sqlite3.Error, OSError) as cause:
-            raise StoreError(f"{self.path} is corrupt and could not be replaced ({cause})") from cause
-
-    def _checked(self, db: Database) -> Database:
-        """The database if no page of it is damaged; another process may have replaced the file already."""
-        found = db.conn.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            db.conn.close()
-            raise sqlite3.DatabaseError(found)
-        return db
-
-    def _open(self) -> Database:
-        if self.path is None:
-            connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        elif self.read_only:
-            uri = f"{self.path.resolve().as_uri()}?mode=ro"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(
-                self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
-            )
-        try:
-            connection.execute("PRAGMA trusted_schema = OFF")
-            db = Database(connection)
-            self._check_schema(db)
-            if not self.read_only:
-                self.journal_mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
-                connection.execute("PRAGMA synchronous = NORMAL")
-                if connection.execute("PRAGMA user_version").fetchone()[0] < SCHEMA_VERSION:
-                    self._migrate(db)
-            connection.execute("PRAGMA foreign_keys = ON")
-        except BaseException:
-            connection.close()
-            raise
-        return db
-
-    def _check_schema(self, db: Database) -> None:
-        """Refuses a newer schema and a file of another program; writes nothing."""
-        db.conn.execute("BEGIN")  # one view of the file, while another process may be making it
-        version = db.conn.execute("PRAGMA user_version").fetchone()[0]
-        application = db.conn.execute("PRAGMA application_id").fetchone()[0]
-        tables = db.conn.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        db.conn.commit()
-        if tables and application != APPLICATION_ID:
-            raise StoreError(f"{self.path} must be a tuning database or a new file (got a database of another program)")
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} must have schema version {SCHEMA_VERSION} or older (got {version}); "
-                "use the version of autodispatch that wrote it, or a newer one"
-            )
-        if self.read_only and version < 1:  # columns that older versions lack have defaults
-            raise StoreError(f"{self.path} must have a schema to be read without writing (got version {version})")
-
-    def _migrate(self, db: Database) -> None:
-        with self._transaction(db):
-            if db.execute("PRAGMA user_version").fetchone()[0] >= SCHEMA_VERSION:
-                return  # another process was faster
-            migrations.apply(db)
-            applied = [m.name for m in migrations.applied(db)]
-            if applied != list(STEPS):
-                raise StoreError(f"{self.path} must have the migrations {', '.join(STEPS)} (got {', '.join(applied)})")
-            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _move_aside(self, cause: Exception) -> None:
-        assert self.path is not None
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S%f")
-        aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}")
-        # the main file last: until then, whoever opens it finds it corrupt and waits for the lock
-        for suffix in ("-wal", "-shm", ""):
-            part = self.path.with_name(self.path.name + suffix)
-            if part.exists():
-                os.replace(part, aside.with_name(aside.name + suffix))
-        _log.warning("the tuning database %s is corrupt (%s); moved to %s and begun anew", self.path, cause, aside)
-
-    @contextmanager
-    def _transaction(self, db: Database) -> Iterator[None]:
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            db.conn.rollback()
-            raise
-        db.conn.commit()
-
-    def _run(self, work: Callable[[Database], T]) -> T:
-        """Does the work; if the file turns out corrupt, once more on a new one. Raises StoreError."""
-        with self._lock:
-            try:
-                try:
-                    return work(self._db)
-                except sqlite3.DatabaseError as cause:
-                    if not self._is_damaged(cause):
-                        raise
-                    self._db.conn.close()
-                    self._db = self._replace()
-                    return work(self._db)
-            except sqlite3.Error as cause:
-                raise StoreError(f"{self.path or 'the store in memory'} could not be used ({cause})") from cause
-
-    def write(self, work: Callable[[Database], T]) -> T:
-        """Does the work in one transaction. Raises StoreError, also where the store is read-only."""
-        if self.read_only:
-            raise StoreError(f"{self.path} must be writable (it was opened read-only)")
-
-        def within(db: Database) -> T:
-            with self._transaction(db):
-                return work(db)
-
-        return self._run(within)
-
-    def close(self) -> None:
-        with self._lock:
-            self._db.conn.close()
+class TuningStore(TuningDatabase):
+    """What one tuning database holds. See TuningDatabase for how it is opened."""
 
     # writing
 
@@ -212,39 +56,54 @@ class TuningStore:
         """Stores a session and what it refers to."""
 
         def work(db: Database) -> None:
-            _insert(db, "devices", device)
-            _insert(db, "environments", environment)
-            _insert(db, "sessions", session)
+            _insert(db, "devices", [device])
+            _insert(db, "environments", [environment])
+            _insert(db, "sessions", [session])
 
         self.write(work)
 
     def add_measurement(self, record: MeasurementRecord) -> bool:
         """Stores a measurement; False if it is there already. Measurements are never changed."""
-        return self.write(lambda db: _insert(db, "measurements", record))
+        return bool(self.write(lambda db: _insert(db, "measurements", [record])))
 
     def set_decision(self, record: DecisionRecord) -> None:
         """Stores what was decided for a problem, in place of an earlier decision."""
         self.write(lambda db: _upsert_decision(db, record))
 
-    def add_all(self, records: Sequence[Record], *, replace_decisions: bool = False) -> dict[str, int]:
-        """Stores records of any kind in one transaction, in the order given, and counts those that were new.
+    def add_all(
+        self,
+        records: Sequence[Record],
+        supersedes: Callable[[DecisionRecord, DecisionRecord], bool] = lambda new, old: False,
+        *,
+        dry_run: bool = False,
+    ) -> Added:
+        """Stores records of any kind in one transaction, in the order given; a dry run takes all of it back.
 
-        A decision that is there already is kept, unless `replace_decisions`.
+        A decision for what another one is there already takes its place if it `supersedes` it.
         """
 
-        def work(db: Database) -> dict[str, int]:
-            added = {"devices": 0, "environments": 0, "sessions": 0, "measurements": 0, "decisions": 0}
-            for record in records:
-                if isinstance(record, DecisionRecord):
-                    if replace_decisions or _find_decision(db, record) is None:
+        def work(db: Database) -> Added:
+            new = dict.fromkeys(TABLES.values(), 0)
+            superseded = 0
+            for record_type, some in groupby(records, type):
+                if record_type is not DecisionRecord:
+                    new[TABLES[record_type]] += _insert(db, TABLES[record_type], some)
+                    continue
+                for record in some:
+                    assert isinstance(record, DecisionRecord)
+                    old = _find_decision(db, record)
+                    if old is None or (old != record and supersedes(record, old)):
                         _upsert_decision(db, record)
-                        added["decisions"] += 1
-                else:
-                    table = TABLES[type(record)]
-                    added[table] += _insert(db, table, record)
-            return added
+                        new["decisions"] += old is None
+                        superseded += old is not None
+            if dry_run:
+                raise _TakenBackError(Added(new, superseded))
+            return Added(new, superseded)
 
-        return self.write(work)
+        try:
+            return self.write(work)
+        except _TakenBackError as taken_back:
+            return taken_back.added
 
     def record_miss(self, device_key: str, problem: Problem) -> None:
         """Counts a problem that a call asked for and no layer knew."""
@@ -372,28 +231,30 @@ def _equal(columns: tuple[str, ...]) -> str:
     return " AND ".join(f"{c} = ?" for c in columns)
 
 
-def _insert(db: Database, table: str, record: Record) -> bool:
+def _insert(db: Database, table: str, records: Iterable[Record]) -> int:
+    """Inserts records of one table and returns how many were not there yet."""
     before: int = db.conn.total_changes
-    columns = type(record).columns()
+    columns = next(t for t, name in TABLES.items() if name == table).columns()
     # by hand: the library's insert builds its statement anew for every row, which is most of the time of a large import
     sql = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-    db.conn.execute(sql, tuple(_row(record).values()))
-    return bool(db.conn.total_changes > before)
+    db.conn.executemany(sql, (tuple(_row(record).values()) for record in records))
+    return int(db.conn.total_changes - before)
 
 
 def _upsert_decision(db: Database, record: DecisionRecord) -> None:
     db["decisions"].insert(_row(record), replace=True)  # type: ignore[union-attr]
 
 
-def _find_decision(db: Database, record: DecisionRecord) -> Any:
+def _find_decision(db: Database, record: DecisionRecord) -> DecisionRecord | None:
+    """The decision for the same; none where that is not one that can be read."""
     columns = ("device_key", *PROBLEM_FIELDS, "regime")
-    sql = f"SELECT 1 FROM decisions WHERE {_equal(columns)}"
-    return db.execute(sql, tuple(getattr(record, c) for c in columns)).fetchone()
+    sql = f"SELECT * FROM decisions WHERE {_equal(columns)}"
+    found = _good(DecisionRecord, list(db.query(sql, tuple(getattr(record, c) for c in columns))))
+    return found[0] if found else None
 
 
 def _row(record: Record) -> dict[str, Any]:
-    values = record.model_dump()
-    return {k: json.dumps(v) if k in _JSON_COLUMNS else v for k, v in values.items()}
+    return {k: json.dumps(v) if type(v) is list else v for k, v in record.values().items()}
 
 
 def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:

@@ -18,14 +18,14 @@ CPU = cpu_device()
 PROBLEM = Problem(8, 16, 32, "float32")
 
 
-def begin(store: TuningStore, session: str = "s1") -> None:
+def begin(store: TuningStore, session: str = "s1", host: str = "h") -> None:
     env = EnvironmentRecord.of(environment(CPU))
     record = SessionRecord(
         id=session,
         device_key=CPU.key,
         environment_id=env.id,
         started_at="2026-01-01T00:00:00+00:00",
-        host="h",
+        host=host,
         command="c",
         protocol_version=1,
     )

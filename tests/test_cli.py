@@ -219,6 +219,10 @@ def test_problems_are_every_combination_once() -> None:
             {"hidden_size": 64, "intermediate_size": 128, "hidden_activation": "gelu_pytorch_tanh"},
             (128, 64, "gelu_tanh"),
         ),
+        (
+            {"hidden_size": 64, "intermediate_size": 8, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+            (8, 64, "gelu_tanh"),
+        ),
     ],
 )
 def test_a_hugging_face_config_gives_n_k_and_activation(
@@ -240,6 +244,13 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, text: str) -> Non
     path.write_text(text)
     with pytest.raises(ValueError, match="must"):
         from_hf_config(path)
+
+
+def test_an_activation_that_is_given_takes_the_place_of_the_configs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 4, "intermediate_size": 8, "hidden_act": "quick_gelu"}')
+    result = run("explain", "--hf-config", str(path), "--activation", "gelu", "--m", "1", *CPU, "--json")
+    assert json.loads(result.stdout)[0]["problem"]["activation"] == "gelu"
 
 
 def test_what_is_tuned_is_what_a_call_with_packed_arrays_asks_for() -> None:

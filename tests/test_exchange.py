@@ -7,9 +7,13 @@ import pickle
 import sqlite3
 import warnings
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autodispatch import exchange, resources
 from autodispatch.errors import StoreError
@@ -58,11 +62,80 @@ def test_merging_does_not_depend_on_the_order(tmp_path: Path) -> None:
         target = TuningStore()
         for path in order:
             exchange.import_file(target, path)
-        results.append(content(target)["measurements"])
+        results.append(content(target))
     assert results[0] == results[1] == results[2]
 
 
-def test_ones_own_decisions_are_kept_unless_asked(tmp_path: Path) -> None:
+HERE, DAYS = "here", ("2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00", "2027-01-01T00:00:00+00:00")
+entries = st.tuples(
+    st.sampled_from([8, 16]),  # m
+    st.sampled_from([9.0, 10.0, 11.0]),
+    st.sampled_from([HERE, "there", "elsewhere"]),
+    st.sampled_from(DAYS),
+    st.booleans(),
+)
+
+
+def stored_decisions(path: Path, entries: list[tuple[int, float, str, str, bool]]) -> Path:
+    """An export that holds one measurement and decision for each entry, later ones over earlier ones."""
+    store = TuningStore()
+    for m, median, host, day, complete in entries:
+        problem = Problem(m, 16, 32, "float32")
+        begin(store, host, host=host)
+        record = measurement(problem, median, session=host)
+        store.add_measurement(record)
+        store.set_decision(decision(problem, record, day).model_copy(update={"complete": complete}))
+    exchange.export_jsonl(store, path)
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(entries, min_size=1, max_size=3), min_size=2, max_size=3), st.randoms())
+def test_merging_is_commutative_associative_and_idempotent(
+    files: list[list[tuple[int, float, str, str, bool]]], random: Random
+) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.socket, "gethostname", lambda: HERE)
+        paths = [stored_decisions(Path(folder) / f"{i}.jsonl", found) for i, found in enumerate(files)]
+
+        def merged(order: list[Path]) -> dict[str, list[Any]]:
+            target = TuningStore()
+            for path in order:
+                exchange.import_file(target, path)
+            return content(target)
+
+        expected = merged(paths)
+        assert merged([*paths, *paths]) == expected
+        assert merged(random.sample(paths, len(paths))) == expected
+        later, first = TuningStore(), Path(folder) / "later.jsonl"  # (the others first) then the first one
+        for path in paths[1:]:
+            exchange.import_file(later, path)
+        exchange.export_jsonl(later, first)
+        assert merged([paths[0], first]) == expected
+        for found in expected["decisions"]:
+            local = [e for entries in files for e in entries if e[0] == found.m and e[2] == HERE]
+            assert found.session_id == HERE or all(not last_of(e, files) for e in local)
+
+
+def last_of(entry: tuple[int, float, str, str, bool], files: list[list[tuple[int, float, str, str, bool]]]) -> bool:
+    """Whether an entry is what its file holds for its m."""
+    return any([e for e in found if e[0] == entry[0]][-1:] == [entry] for found in files)
+
+
+def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    exchange.export_jsonl(example(10.0, 11.0), path)
+    target = TuningStore()
+    filled(target, median=12.0)
+    before = content(target)
+    report = exchange.import_file(target, path, dry_run=True)
+    assert content(target) == before
+    assert report == exchange.import_file(target, path)
+    assert report.added["measurements"] == 3 and content(target) != before
+
+
+def test_ones_own_decisions_are_kept_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange.socket, "gethostname", lambda: "mine")
     path = tmp_path / "x.jsonl"
     foreign = TuningStore()
     begin(foreign, "s2")
@@ -71,11 +144,12 @@ def test_ones_own_decisions_are_kept_unless_asked(tmp_path: Path) -> None:
     foreign.set_decision(decision(PROBLEM, faster))
     exchange.export_jsonl(foreign, path)
     own = TuningStore()
+    begin(own, "s1", host="mine")
     mine = filled(own)
     report = exchange.import_file(own, path)
     assert own.decision(CPU.key, PROBLEM) == mine
     assert report.added["measurements"] == 1
-    exchange.import_file(own, path, replace_decisions=True)
+    assert exchange.import_file(own, path, replace_decisions=True).superseded == 1
     found = own.decision(CPU.key, PROBLEM)
     assert found is not None
     assert found.leader == faster.id

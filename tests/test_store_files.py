@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from autodispatch import database
 from autodispatch.errors import StoreError
 from autodispatch.layers import Layers
 from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION
 from autodispatch.problem import Problem
+from autodispatch.selection import Origin, select
 from autodispatch.store import TuningStore
+from autodispatch.variants import Registry
 from tests.stored import CPU, PROBLEM, filled, measurement
 
 
@@ -124,6 +128,63 @@ def test_a_read_only_store_is_not_written(tmp_path: Path) -> None:
     store = TuningStore(path, read_only=True)
     with pytest.raises(StoreError, match="must be writable"):
         store.record_miss(CPU.key, PROBLEM)
+
+
+def test_a_database_in_a_folder_that_cannot_be_written_is_read_without_side_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.db"
+    writer = TuningStore(path)
+    made = filled(writer)
+    assert writer.journal_mode == "wal"
+    writer.close()
+    before = sorted(p.name for p in tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write whatever the mode says
+    store = TuningStore(path, read_only=True)
+    assert store.decision(CPU.key, PROBLEM) == made
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    store.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+MOUNTS = """22 1 252:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:40 / {home} rw,relatime shared:2 - {kind} server:/home rw
+31 30 252:1 / {home}/scratch rw,relatime shared:3 - xfs /dev/vdb rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("nfs4", "truncate"), ("cifs", "truncate"), ("fuse.sshfs", "truncate"), ("xfs", "wal")]
+)
+def test_there_is_no_wal_on_a_network_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    home = tmp_path / "home of a user"
+    mounts.write_text(MOUNTS.format(home=str(home).replace(" ", "\\040"), kind=kind))
+    monkeypatch.setattr(database, "_MOUNTS", mounts)
+    assert TuningStore(home / "tuning.db").journal_mode == mode
+    assert TuningStore(home / "scratch" / "tuning.db").journal_mode == "wal"
+
+
+@pytest.mark.parametrize("error", ["locking protocol", "disk I/O error"])
+def test_a_file_system_that_fails_leaves_calls_working_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: pytest.LogCaptureFixture, error: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError(error)
+
+    monkeypatch.setattr(TuningStore, "_check_schema", fail)
+    with pytest.raises(StoreError, match=error):
+        TuningStore(tmp_path / "tuning.db")
+    monkeypatch.undo()
+    store = TuningStore(tmp_path / "tuning.db")
+    filled(store)
+    layers = Layers([("user", store)])
+    monkeypatch.setattr(store, "_db", SimpleNamespace(query=fail, execute=fail))
+    problem = Problem(8, 16, 32, "float32")
+    assert select(problem, CPU, Registry(), layers).origin is Origin.HEURISTIC
+    assert error in warnings_logged.text
 
 
 def test_layers_fall_back_to_memory_where_the_users_database_cannot_be_opened(
