@@ -26,6 +26,7 @@ from autodispatch.records import (
     DeviceRecord,
     EnvironmentRecord,
     MeasurementRecord,
+    ProblemRecord,
     Record,
     SessionRecord,
     content_hash,
@@ -57,32 +58,62 @@ class ImportReport:
     rejected: list[str] = field(default_factory=list)
 
 
-def export_jsonl(store: TuningStore, path: Path, *, device_key: str | None = None, winners_only: bool = False) -> int:
-    """Writes records as JSON Lines, a header first, in a stable order, under a temporary name first.
+@dataclass(frozen=True)
+class Filter:
+    """Which records an export holds: of one device, of some problems, and only those that decisions refer to."""
 
-    `winners_only` leaves out measurements that no decision refers to. Returns the number of records.
-    """
-    decisions: list[DecisionRecord] = store.all_of(DecisionRecord, device_key)
-    measurements: list[MeasurementRecord] = store.all_of(MeasurementRecord, device_key)
+    device_key: str | None = None
+    ms: tuple[int, ...] = ()
+    n: int | None = None
+    k: int | None = None
+    dtypes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    winners_only: bool = False
+
+    def takes(self, record: ProblemRecord) -> bool:
+        return (
+            (not self.ms or record.m in self.ms)
+            and self.n in (None, record.n)
+            and self.k in (None, record.k)
+            and (not self.dtypes or record.dtype in self.dtypes)
+            and (not self.layouts or record.layout in self.layouts)
+        )
+
+
+ALL = Filter()
+
+
+def select(store: TuningStore, chosen: Filter = ALL) -> list[Record]:
+    """The records that a filter takes and what they refer to, in a stable order."""
+    device_key = chosen.device_key
+    decisions = [d for d in store.all_of(DecisionRecord, device_key) if chosen.takes(d)]
+    measurements = [m for m in store.all_of(MeasurementRecord, device_key) if chosen.takes(m)]
     sessions: list[SessionRecord] = store.all_of(SessionRecord, device_key)
-    if winners_only:
+    if chosen.winners_only:
         wanted = {i for d in decisions for i in d.finalists}
         measurements = [m for m in measurements if m.id in wanted]
-        used = {m.session_id for m in measurements} | {d.session_id for d in decisions}
+    if chosen != Filter(device_key):
+        used = {r.session_id for r in (*measurements, *decisions)}
         sessions = [s for s in sessions if s.id in used]
     environments = {s.environment_id for s in sessions}
-    records: list[Record] = [
-        *store.all_of(DeviceRecord, device_key),
+    devices = {s.device_key for s in sessions}
+    return [
+        *(d for d in store.all_of(DeviceRecord, device_key) if chosen == Filter(device_key) or d.key in devices),
         *(e for e in store.all_of(EnvironmentRecord) if e.id in environments),
         *sessions,
         *measurements,
         *decisions,
     ]
-    header = {
-        "format": FORMAT,
-        "schema": SCHEMA_VERSION,
-        "commands": sorted({s.command for s in sessions if s.command}),
-    }
+
+
+def export_jsonl(store: TuningStore, path: Path, chosen: Filter = ALL) -> int:
+    """Writes records as JSON Lines, a header first, in a stable order, under a temporary name first.
+
+    Returns the number of records.
+    """
+    records = select(store, chosen)
+    commands = {r.command for r in records if isinstance(r, SessionRecord) and r.command}
+    header = {"format": FORMAT, "schema": SCHEMA_VERSION, "commands": sorted(commands)}
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8", newline="\n") as file:
         for line in (header, *({"record": _NAMES[type(r)], **r.values()} for r in records)):
@@ -91,8 +122,12 @@ def export_jsonl(store: TuningStore, path: Path, *, device_key: str | None = Non
     return len(records)
 
 
-def export_sqlite(store: TuningStore, path: Path) -> int:
-    """Writes a consistent copy of the whole database. Returns the number of records."""
+def export_sqlite(store: TuningStore, path: Path, chosen: Filter = ALL) -> int:
+    """Writes records as a database: a consistent copy of all, or what a filter takes. Returns the number of records."""
+    if chosen != ALL:
+        part = TuningStore()
+        part.add_all(select(store, chosen))
+        store = part
     store.copy_to(path)
     counts = store.counts()
     return sum(counts[table] for table in TABLES.values())

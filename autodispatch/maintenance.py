@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from autodispatch import doctor as examination
-from autodispatch import exchange, pruning, verification
+from autodispatch import exchange, locations, pruning, shapes, verification
 from autodispatch.dispatcher import Dispatcher
-from autodispatch.options import Database, Device, Json, device_of, settings_of
+from autodispatch.options import Database, Device, Dtypes, Json, Layouts, device_of, settings_of
+from autodispatch.problem import ACTIVATIONS
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
@@ -30,31 +31,37 @@ messages = Console(stderr=True)
 
 @app.command("export")
 def export_(
-    path: Annotated[Path, typer.Argument(help="Ends in .jsonl for JSON Lines, in .db for SQLite.")],
-    device: Annotated[
-        str | None, typer.Option("--device", help="Only records of this device key (JSON Lines).")
-    ] = None,
-    winners_only: Annotated[
-        bool, typer.Option("--winners-only", help="Only what decisions refer to (JSON Lines).")
-    ] = False,
+    path: Annotated[str, typer.Argument(help="A path or URL; .jsonl for JSON Lines, .db for SQLite.")],
+    device: Annotated[str | None, typer.Option("--device", help="Only records of this device key.")] = None,
+    ms: Annotated[str | None, typer.Option("--m", help="Only records of these M, as 1,16,128.")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Only records of this N.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Only records of this K.")] = None,
+    hf_config: Annotated[Path | None, typer.Option("--hf-config", help="Only records of this model's N and K.")] = None,
+    dtype: Dtypes = None,
+    layout: Layouts = None,
+    winners_only: Annotated[bool, typer.Option("--winners-only", help="Only what decisions refer to.")] = False,
     database: Database = None,
 ) -> None:
-    """Writes the user's database to a file that another machine can import."""
-    if path.suffix not in (".jsonl", ".db"):
-        raise typer.BadParameter(f"must end in .jsonl or .db (got {path.name!r})", param_hint="PATH")
-    if path.suffix == ".db" and (device or winners_only):
-        raise typer.BadParameter("--device and --winners-only go with .jsonl", param_hint="PATH")
-    store = existing_store(database)
-    if path.suffix == ".db":
-        count = exchange.export_sqlite(store, path)
-    else:
-        count = exchange.export_jsonl(store, path, device_key=device, winners_only=winners_only)
+    """Writes the user's database, or a part of it, to a file that another machine can import."""
+    name = locations.name_of(path)
+    if not name.endswith((".jsonl", ".db")):
+        raise typer.BadParameter(f"must end in .jsonl or .db (got {name!r})", param_hint="PATH")
+    try:
+        if hf_config is not None:
+            n, k, _ = shapes.from_hf_config(hf_config, ACTIVATIONS[0])
+        sizes = shapes.parse_sizes(ms) if ms else ()
+    except ValueError as cause:
+        raise typer.BadParameter(str(cause)) from cause
+    chosen = exchange.Filter(device, sizes, n, k, tuple(dtype or ()), tuple(layout or ()), winners_only)
+    write = exchange.export_sqlite if name.endswith(".db") else exchange.export_jsonl
+    with locations.writable(path) as file:
+        count = write(existing_store(database), file, chosen)
     console.print(f"{count} records written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("import")
 def import_(
-    path: Annotated[Path, typer.Argument(help="A file that export wrote.")],
+    path: Annotated[str, typer.Argument(help="A path or URL of what export wrote.")],
     replace_decisions: Annotated[
         bool, typer.Option("--replace", help="Let imported decisions take the place of your own.")
     ] = False,
@@ -63,7 +70,8 @@ def import_(
 ) -> None:
     """Merges a file into the user's database and says what was added, superseded, kept and rejected."""
     store = TuningStore(settings_of(database).database)
-    outcome = exchange.import_file(store, path, replace_decisions=replace_decisions, dry_run=dry_run)
+    with locations.readable(path, exchange.MAX_FILE_BYTES) as file:
+        outcome = exchange.import_file(store, file, replace_decisions=replace_decisions, dry_run=dry_run)
     console.print(
         f"{'would be added' if dry_run else 'added'}: {_counts(outcome.added)}; superseded: {outcome.superseded}; "
         f"kept: {outcome.kept}; rejected: {len(outcome.rejected)}",

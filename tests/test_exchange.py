@@ -157,11 +157,38 @@ def test_ones_own_decisions_are_kept_unless_asked(tmp_path: Path, monkeypatch: p
 
 def test_winners_only_leaves_out_what_no_decision_refers_to(tmp_path: Path) -> None:
     store, path = example(10.0, 11.0), tmp_path / "x.jsonl"
-    exchange.export_jsonl(store, path, winners_only=True)
+    exchange.export_jsonl(store, path, exchange.Filter(winners_only=True))
     target = TuningStore()
     assert exchange.import_file(target, path).rejected == []
     assert target.counts()["measurements"] == 2
     assert target.counts()["decisions"] == 2
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".db"])
+@pytest.mark.parametrize(
+    ("chosen", "ms"),
+    [
+        (exchange.Filter(ms=(8, 24)), [8, 24]),
+        (exchange.Filter(n=16, k=32, dtypes=("float32",), layouts=("kn",)), [8, 16, 24]),
+        (exchange.Filter(n=17), []),
+        (exchange.Filter(dtypes=("float16",)), []),
+        (exchange.Filter(device_key="another"), []),
+    ],
+)
+def test_an_export_holds_what_was_chosen_and_what_that_refers_to(
+    tmp_path: Path, suffix: str, chosen: exchange.Filter, ms: list[int]
+) -> None:
+    source, path = example(10.0, 11.0, 12.0), tmp_path / f"x{suffix}"
+    begin(source, "unused")
+    write = exchange.export_jsonl if suffix == ".jsonl" else exchange.export_sqlite
+    count = write(source, path, chosen)
+    target = TuningStore()
+    assert exchange.import_file(target, path).rejected == []
+    found = content(target)
+    assert [d.m for d in found["decisions"]] == ms
+    assert {m.m for m in found["measurements"]} == set(ms)
+    assert len(found["sessions"]) == len(found["devices"]) == bool(ms)
+    assert count == sum(len(rows) for rows in found.values())
 
 
 def test_a_file_of_json_lines_is_stable_and_leads_with_its_format(tmp_path: Path) -> None:
