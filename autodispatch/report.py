@@ -214,6 +214,7 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
         "layer": s.layer,
         "median_us": s.median_us,
         "gain_over_other_path": explanation.gain,
+        "differences": [d._asdict() for d in explanation.differences],
         "alternatives": [
             {"variant": r.variant, "config": json.loads(r.config), "median_us": r.median_us}
             for r in explanation.alternatives

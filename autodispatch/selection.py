@@ -81,7 +81,8 @@ def selections(
         reason = (
             f"the cost model expects {estimate.total * 1e6:.1f} us, bound by {estimate.bound}, "
             f"with {work.blocks} blocks on {device.sm_count} {'cores' if device.kind == 'cpu' else 'SMs'}, "
-            f"the fastest of {len(ranked)} candidates; nothing near was tuned{_near_miss(problem, device, layers)}"
+            f"the fastest of {len(ranked)} candidates; nothing near was tuned"
+            f"{_near_miss(problem, device, registry, layers)}"
         )
         yield Selection(ranked[0], Origin.HEURISTIC, reason, problem, device)
     library = registry.library(problem, device)
@@ -96,15 +97,23 @@ def selections(
         raise UnsupportedProblemError(f"some variant must serve {problem} on {device.name} (got none that can)")
 
 
-def _near_miss(problem: Problem, device: DeviceInfo, layers: Layers | None) -> str:
-    """Names devices whose records do not serve this one, though a user may take them for the same."""
+def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers | None) -> str:
+    """What does not serve though a user may expect it to: records of like devices, with the fields that differ, and
+    decisions for the problem that this version's code does not fit."""
     found: list[str] = []
+    here = DeviceRecord.of(device)
     for _, store in layers or ():
         try:
-            found += [d.key for d in store.similar_devices(DeviceRecord.of(device), problem)]
+            for other in store.similar_devices(here, problem):
+                differ = [f"{f} {getattr(other, f)}" for f, x in device.identity.items() if getattr(other, f) != x]
+                found.append(f"records of {other.key} ({', '.join(differ)}) are not for this {device.key}")
+            for decision in store.decisions_for_any_m(device.key, problem):
+                record = store.measurement(decision.leader)
+                if record is not None and log2_distance(problem.m, decision.m) <= MAX_BUCKET_DISTANCE:
+                    found.append(f"of the decision for m = {decision.m} {why_not(record, problem, device, registry)}")
         except StoreError as cause:
             _log.warning("%s; it is left out of this look-up", cause)
-    return f" (records of {', '.join(dict.fromkeys(found))} are not for this {device.key})" if found else ""
+    return f" ({'; '.join(dict.fromkeys(found))})" if found else ""
 
 
 def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
@@ -132,15 +141,22 @@ def stored_candidate(
     record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry
 ) -> Candidate | None:
     """The candidate of a record, or None if this version's code is not what was measured, or not legal here."""
+    reason = why_not(record, problem, device, registry)
+    if reason:
+        _log.debug("a record is not used: of %s %s", record.id, reason)
+        return None
+    return registry.parse(record.variant, record.config)
+
+
+def why_not(record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry) -> str:
+    """What of a record's candidate does not fit this version's code or the problem; empty if all does."""
     try:
         candidate = registry.parse(record.variant, record.config)
     except ValueError as cause:
-        _log.debug("the record %s is not used: %s", record.id, cause)
-        return None
+        return f"the candidate is not known ({cause})"
     if candidate.variant.digest != record.digest:
-        _log.debug("the record %s is not used: %s has changed since", record.id, record.variant)
-        return None
-    return candidate if candidate.is_legal(problem, device) else None
+        return f"the kernels of {record.variant} have changed since it was tuned"
+    return "; ".join(f"{record.variant} requires {v}" for v in candidate.violations(problem, device))
 
 
 def _standing(decision: DecisionRecord) -> str:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 from sqlite_utils import Database
@@ -31,6 +31,8 @@ from autodispatch.records import (
 _log = logging.getLogger("autodispatch")
 _JSON_COLUMNS = ("samples_us", "finalists", "ties")
 _SAME_PROBLEM = tuple(f for f in PROBLEM_FIELDS if f != "m")
+
+R = TypeVar("R", bound=Record)
 
 
 class Added(NamedTuple):
@@ -139,8 +141,13 @@ class TuningStore(TuningDatabase):
         return _good(DecisionRecord, rows)
 
     def measurement(self, measurement_id: str) -> MeasurementRecord | None:
-        rows = self._run(lambda db: list(db.query("SELECT * FROM measurements WHERE id = ?", (measurement_id,))))
-        found = _good(MeasurementRecord, rows)
+        return self.one(MeasurementRecord, measurement_id)
+
+    def one(self, record_type: type[R], identity: str) -> R | None:
+        """The record of a type with this id (of a device: key)."""
+        table = TABLES[record_type]
+        sql = f"SELECT * FROM {table} WHERE {'key' if table == 'devices' else 'id'} = ?"
+        found: list[R] = _good(record_type, self._run(lambda db: list(db.query(sql, (identity,)))))
         return found[0] if found else None
 
     def measurements(self, device_key: str | None = None, problem: Problem | None = None) -> list[MeasurementRecord]:

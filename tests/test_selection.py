@@ -116,7 +116,8 @@ def test_a_near_miss_names_both_devices(store: TuningStore) -> None:
     other = like(CPU, sm_count=CPU.sm_count + 1)
     tuned(store, device=other)
     layers = Layers([("user", store)])
-    assert f"records of {other.key} are not for this {CPU.key}" in select(PROBLEM, CPU, registry(), layers).reason
+    reason = select(PROBLEM, CPU, registry(), layers).reason
+    assert f"records of {other.key} (sm_count {other.sm_count}) are not for this {CPU.key}" in reason
     assert other.key not in select(replace(PROBLEM, n=999), CPU, registry(), layers).reason
 
 
@@ -124,7 +125,9 @@ def test_a_record_of_changed_kernels_is_a_miss_and_stays(store: TuningStore) -> 
     tuned(store)
     layers = Layers([("user", store)])
     changed = registry(FAST, FakeVariant("slow", "split", (50,), digest="d2", is_library=True))
-    assert select(PROBLEM, CPU, changed, layers).origin is Origin.HEURISTIC
+    selection = select(PROBLEM, CPU, changed, layers)
+    assert selection.origin is Origin.HEURISTIC
+    assert "of the decision for m = 64 the kernels of slow have changed since it was tuned" in selection.reason
     assert store.counts()["decisions"] == 1
     assert select(PROBLEM, CPU, registry(), layers).origin is Origin.TUNED
 
@@ -132,7 +135,7 @@ def test_a_record_of_changed_kernels_is_a_miss_and_stays(store: TuningStore) -> 
 def test_a_record_of_an_unknown_variant_or_config_is_a_miss(store: TuningStore) -> None:
     tuned(store)
     layers = Layers([("user", store)])
-    assert select(PROBLEM, CPU, registry(FAST), layers).origin is Origin.HEURISTIC
+    assert "the candidate is not known" in select(PROBLEM, CPU, registry(FAST), layers).reason
     other = registry(FAST, FakeVariant("slow", "split", (51,), is_library=True))
     assert select(PROBLEM, CPU, other, layers).origin is Origin.HEURISTIC
 
@@ -142,7 +145,9 @@ def test_a_tuned_candidate_that_is_not_legal_here_is_passed_over(store: TuningSt
     refusing = FakeVariant("slow", "split", (50,), is_library=True, requirement=lambda p, d: p.m != 65)
     layers = Layers([("user", store)])
     assert select(PROBLEM, CPU, registry(FAST, refusing), layers).origin is Origin.TUNED
-    assert select(replace(PROBLEM, m=65), CPU, registry(FAST, refusing), layers).origin is Origin.HEURISTIC
+    selection = select(replace(PROBLEM, m=65), CPU, registry(FAST, refusing), layers)
+    assert selection.origin is Origin.HEURISTIC
+    assert "slow requires what the test says" in selection.reason
 
 
 def test_a_store_that_fails_is_left_out_with_a_warning(
