@@ -22,7 +22,13 @@ def m002_ties(db: Database) -> None:
         db.execute(statement)
 
 
-STEPS = ("m001_initial", "m002_ties")
+@migrations(name="m003_views")
+def m003_views(db: Database) -> None:
+    for statement in VIEWS:
+        db.execute(statement)
+
+
+STEPS = ("m001_initial", "m002_ties", "m003_views")
 SCHEMA_VERSION = len(STEPS)
 
 _PROBLEM = """
@@ -75,4 +81,23 @@ INITIAL = (
 TIES = (
     "ALTER TABLE decisions ADD COLUMN ties TEXT NOT NULL DEFAULT '[]'",
     "ALTER TABLE decisions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1 CHECK (complete IN (0, 1))",
+)
+
+_SHAPE = "d.m, d.n, d.k, d.dtype, d.layout, d.activation, d.precision, d.math, d.alignment, d.regime"
+
+VIEWS = (
+    f"""CREATE VIEW winners AS
+SELECT d.device_key AS device, {_SHAPE},
+  w.variant, w.config, w.median_us, round(4e-6 * d.m * d.n * d.k / w.median_us, 1) AS tflops,
+  w.relative_error, json_array_length(d.ties) AS tied, d.complete, d.decided_at, s.host, s.command
+FROM decisions AS d JOIN measurements AS w ON w.id = d.leader JOIN sessions AS s ON s.id = d.session_id""",
+    f"""CREATE VIEW finals AS
+SELECT d.device_key AS device, {_SHAPE},
+  f.variant, f.config, f.median_us, round(f.median_us / w.median_us, 3) AS slowdown, f.id = d.leader AS is_winner,
+  f.p20_us, f.p80_us, f.relative_error, f.registers, f.shared_bytes, f.workspace_bytes, f.clock_mhz, f.temperature_c
+FROM decisions AS d JOIN measurements AS w ON w.id = d.leader, json_each(d.finalists) AS i
+  JOIN measurements AS f ON f.id = i.value""",
+    """CREATE VIEW failures AS
+SELECT device_key AS device, m, n, k, dtype, layout, variant, config, status, reason, measured_at
+FROM measurements WHERE status <> 'ok'""",
 )

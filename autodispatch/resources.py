@@ -21,6 +21,11 @@ def seeds() -> list[Path]:
     return sorted((_folder("autodispatch.tuning_db") / "seed").glob("*.jsonl"))
 
 
+def datasette() -> Path:
+    """The description of a tuning database for Datasette."""
+    return _folder("autodispatch.tuning_db") / "datasette.json"
+
+
 def schema() -> Path:
     """The database schema as SQL, for reading."""
     return _folder("autodispatch.tuning_db") / "schema.sql"

@@ -200,7 +200,7 @@ def test_a_file_of_json_lines_is_stable_and_leads_with_its_format(tmp_path: Path
     exchange.export_jsonl(target, two)
     assert one.read_bytes() == two.read_bytes()
     header = json.loads(one.read_text().splitlines()[0])
-    assert header == {"format": "autodispatch-tuning", "schema": 2, "commands": ["c"]}
+    assert header == {"format": "autodispatch-tuning", "schema": 3, "commands": ["c"]}
 
 
 def test_an_export_while_another_connection_writes_is_whole_and_not_in_wal_mode(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path, monkeypatch: pytes
     for name, text, words in (
         ("pickle", pickle.dumps({"a": 1}), "JSON Lines or SQLite"),
         ("other", b'{"format": "another"}\n', "must begin with a header"),
-        ("newer", b'{"format": "autodispatch-tuning", "schema": 99}\n', "schema 2 or older"),
+        ("newer", b'{"format": "autodispatch-tuning", "schema": 99}\n', "schema 3 or older"),
         ("empty header", b"[]\n", "must begin with a header"),
     ):
         path = tmp_path / name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 
 from autodispatch import resources
 from autodispatch.errors import StoreError
-from autodispatch.migrations import INITIAL, TIES
+from autodispatch.migrations import INITIAL, TIES, VIEWS
 from autodispatch.problem import Problem
 from autodispatch.records import (
     problem_fields,
@@ -87,6 +89,40 @@ def test_the_database_refuses_impossible_rows(store: TuningStore) -> None:
     assert store.counts()["measurements"] == 0
 
 
+def test_the_views_show_winners_finals_and_failures(tmp_path: Path) -> None:
+    store = TuningStore(tmp_path / "tuning.db")
+    filled(store)
+    loser = measurement(median=15.0, variant="cpu_fused", config='{"tile_m":64,"tile_n":128}')
+    failure = measurement(median=None, status="wrong_result", reason="no", samples_us=[])  # type: ignore[arg-type]
+    store.add_all([loser, failure])
+    made = store.decision(CPU.key, PROBLEM)
+    assert made is not None
+    store.set_decision(made.model_copy(update={"finalists": [*made.finalists, loser.id]}))
+    reader = Database(tmp_path / "tuning.db")  # as another program opens it
+    views = {name: list(reader.query(f"SELECT * FROM {name}")) for name in reader.view_names()}
+    (winner,) = views["winners"]
+    assert (winner["m"], winner["variant"], winner["median_us"], winner["host"]) == (8, "cpu_split", 10.0, "h")
+    assert winner["tflops"] == round(4 * 8 * 16 * 32 / 10e-6 / 1e12, 1)
+    assert [(f["variant"], f["slowdown"], f["is_winner"]) for f in views["finals"]] == [
+        ("cpu_split", 1.0, 1),
+        ("cpu_fused", 1.5, 0),
+    ]
+    assert [(f["status"], f["reason"]) for f in views["failures"]] == [("wrong_result", "no")]
+
+
+def test_the_description_for_datasette_fits_the_schema(tmp_path: Path) -> None:
+    filled(TuningStore(tmp_path / "tuning.db"))
+    reader = Database(tmp_path / "tuning.db")
+    described = json.loads(resources.datasette().read_text())["databases"]["tuning"]
+
+    for name, table in described["tables"].items():
+        named = {*table.get("sortable_columns", ()), *table.get("facets", ()), *table.get("columns", ())}
+        assert named <= {c[1] for c in reader.execute(f"PRAGMA table_info({name})").fetchall()}, name
+    assert {*reader.table_names(), *reader.view_names()} == {*described["tables"]}
+    for query in described["queries"].values():
+        assert reader.execute(query["sql"]).description
+
+
 def test_the_documented_schema_is_that_of_the_migrations() -> None:
     text = resources.schema().read_text()
-    assert text.split("\n\n", 1)[1] == ";\n\n".join((*INITIAL, *TIES)) + ";\n"
+    assert text.split("\n\n", 1)[1] == ";\n\n".join((*INITIAL, *TIES, *VIEWS)) + ";\n"

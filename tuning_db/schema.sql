@@ -1,4 +1,4 @@
--- The schema of a tuning database (version 2), for reading. The database is made by the steps in
+-- The schema of a tuning database (version 3), for reading. The database is made by the steps in
 -- autodispatch/migrations.py, and a test holds this file to them.
 
 CREATE TABLE devices (
@@ -59,3 +59,20 @@ CREATE TABLE misses (
 ALTER TABLE decisions ADD COLUMN ties TEXT NOT NULL DEFAULT '[]';
 
 ALTER TABLE decisions ADD COLUMN complete INTEGER NOT NULL DEFAULT 1 CHECK (complete IN (0, 1));
+
+CREATE VIEW winners AS
+SELECT d.device_key AS device, d.m, d.n, d.k, d.dtype, d.layout, d.activation, d.precision, d.math, d.alignment, d.regime,
+  w.variant, w.config, w.median_us, round(4e-6 * d.m * d.n * d.k / w.median_us, 1) AS tflops,
+  w.relative_error, json_array_length(d.ties) AS tied, d.complete, d.decided_at, s.host, s.command
+FROM decisions AS d JOIN measurements AS w ON w.id = d.leader JOIN sessions AS s ON s.id = d.session_id;
+
+CREATE VIEW finals AS
+SELECT d.device_key AS device, d.m, d.n, d.k, d.dtype, d.layout, d.activation, d.precision, d.math, d.alignment, d.regime,
+  f.variant, f.config, f.median_us, round(f.median_us / w.median_us, 3) AS slowdown, f.id = d.leader AS is_winner,
+  f.p20_us, f.p80_us, f.relative_error, f.registers, f.shared_bytes, f.workspace_bytes, f.clock_mhz, f.temperature_c
+FROM decisions AS d JOIN measurements AS w ON w.id = d.leader, json_each(d.finalists) AS i
+  JOIN measurements AS f ON f.id = i.value;
+
+CREATE VIEW failures AS
+SELECT device_key AS device, m, n, k, dtype, layout, variant, config, status, reason, measured_at
+FROM measurements WHERE status <> 'ok';
