@@ -107,9 +107,9 @@ def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers:
             for other in store.similar_devices(here, problem):
                 differ = [f"{f} {getattr(other, f)}" for f, x in device.identity.items() if getattr(other, f) != x]
                 found.append(f"records of {other.key} ({', '.join(differ)}) are not for this {device.key}")
-            for decision in store.decisions_for_any_m(device.key, problem):
+            for decision in (*store.decisions(device.key, problem), *_near(store, device.key, problem)):
                 record = store.measurement(decision.leader)
-                if record is not None and log2_distance(problem.m, decision.m) <= MAX_BUCKET_DISTANCE:
+                if record is not None:
                     found.append(f"of the decision for m = {decision.m} {why_not(record, problem, device, registry)}")
         except StoreError as cause:
             _log.warning("%s; it is left out of this look-up", cause)
@@ -117,24 +117,30 @@ def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers:
 
 
 def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
-    found = []
-    for order, (name, store) in enumerate(layers):
-        try:
-            for decision in store.decisions_for_any_m(device.key, problem):
-                distance = log2_distance(problem.m, decision.m)
-                if distance <= MAX_BUCKET_DISTANCE:
-                    found.append((distance, -decision.m, order, decision, name, store))
-        except StoreError as cause:
-            _log.warning("%s; it is left out of this look-up", cause)
-    for distance, _, _, decision, name, store in sorted(found, key=lambda x: x[:3]):
-        origin = Origin.TUNED if distance == 0 else Origin.BUCKET
-        try:
-            selection = _usable(decision, origin, name, store, problem, device, registry)
-        except StoreError as cause:
-            _log.warning("%s; it is left out of this look-up", cause)
-            continue
-        if selection is not None:
-            yield selection
+    """What was tuned for the problem in any layer, then what was for the nearest m."""
+    for origin in (Origin.TUNED, Origin.BUCKET):
+        found = []
+        for order, (name, store) in enumerate(layers):
+            try:
+                is_exact = origin is Origin.TUNED
+                decisions = store.decisions(device.key, problem) if is_exact else _near(store, device.key, problem)
+            except StoreError as cause:
+                _log.warning("%s; it is left out of this look-up", cause)
+                continue
+            found += [(log2_distance(problem.m, d.m), -d.m, order, d, name, store) for d in decisions]
+        for *_, decision, name, store in sorted(found, key=lambda x: x[:3]):
+            try:
+                selection = _usable(decision, origin, name, store, problem, device, registry)
+            except StoreError as cause:
+                _log.warning("%s; it is left out of this look-up", cause)
+                continue
+            if selection is not None:
+                yield selection
+
+
+def _near(store: TuningStore, device_key: str, problem: Problem) -> list[DecisionRecord]:
+    factor = 2.0**MAX_BUCKET_DISTANCE
+    return store.near_decisions(device_key, problem, problem.m / factor, problem.m * factor)
 
 
 def stored_candidate(

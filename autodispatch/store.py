@@ -122,23 +122,26 @@ class TuningStore(TuningDatabase):
 
     def decision(self, device_key: str, problem: Problem, regime: str | None = None) -> DecisionRecord | None:
         """The decision for exactly this problem; the newest one if no regime is given."""
-        found = self._decisions(device_key, problem, regime, f"{_equal(('m',))}", (problem.m,))
-        return found[0] if found else None
+        found = self.decisions(device_key, problem)
+        return next((d for d in found if regime in (None, d.regime)), None)
 
-    def decisions_for_any_m(self, device_key: str, problem: Problem) -> list[DecisionRecord]:
-        """All decisions that differ from the problem in m at most, newest first."""
-        return self._decisions(device_key, problem, None, "1", ())
+    def decisions(self, device_key: str, problem: Problem) -> list[DecisionRecord]:
+        """The decisions for exactly this problem, of all regimes, newest first."""
+        return self._decisions(device_key, problem, "m = ?", (problem.m,))
+
+    def near_decisions(
+        self, device_key: str, problem: Problem, lowest_m: float, highest_m: float
+    ) -> list[DecisionRecord]:
+        """The decisions that differ from the problem in m alone, which lies within bounds, newest first."""
+        return self._decisions(device_key, problem, "m <> ? AND m BETWEEN ? AND ?", (problem.m, lowest_m, highest_m))
 
     def _decisions(
-        self, device_key: str, problem: Problem, regime: str | None, condition: str, values: tuple[Any, ...]
+        self, device_key: str, problem: Problem, condition: str, values: tuple[Any, ...]
     ) -> list[DecisionRecord]:
-        sql = f"SELECT * FROM decisions WHERE {_equal(('device_key', *_SAME_PROBLEM))} AND {condition}"
+        same = _equal(("device_key", *_SAME_PROBLEM))
+        sql = f"SELECT * FROM decisions WHERE {same} AND {condition} ORDER BY decided_at DESC, regime"
         parameters = (device_key, *(getattr(problem, f) for f in _SAME_PROBLEM), *values)
-        if regime is not None:
-            sql += " AND regime = ?"
-            parameters = (*parameters, regime)
-        rows = self._run(lambda db: list(db.query(f"{sql} ORDER BY decided_at DESC, regime", parameters)))
-        return _good(DecisionRecord, rows)
+        return _good(DecisionRecord, self._run(lambda db: list(db.query(sql, parameters))))
 
     def measurement(self, measurement_id: str) -> MeasurementRecord | None:
         return self.one(MeasurementRecord, measurement_id)

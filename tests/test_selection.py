@@ -159,7 +159,7 @@ def test_a_store_that_fails_is_left_out_with_a_warning(
     def fail(*_: object) -> None:
         raise StoreError("database is locked")
 
-    monkeypatch.setattr(broken, "decisions_for_any_m", fail)
+    monkeypatch.setattr(broken, "decisions", fail)
     layers = Layers([("user", broken), ("shipped", store)])
     assert select(PROBLEM, CPU, registry(), layers).layer == "shipped"
     assert "database is locked" in warnings_logged.text

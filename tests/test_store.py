@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,11 @@ def test_a_decision_is_replaced_and_found_for_any_m(store: TuningStore) -> None:
     found = store.decision(CPU.key, PROBLEM)
     assert found is not None
     assert found.leader == faster.id
-    near = store.decisions_for_any_m(CPU.key, Problem(999, 16, 32, "float32"))
+    near = store.near_decisions(CPU.key, Problem(999, 16, 32, "float32"), 1, 999)
     assert [d.m for d in near] == [8]
-    assert store.decisions_for_any_m(CPU.key, Problem(8, 17, 32, "float32")) == []
+    assert store.near_decisions(CPU.key, Problem(9, 17, 32, "float32"), 1, 999) == []
+    assert store.near_decisions(CPU.key, Problem(9, 16, 32, "float32"), 8.5, 999) == []
+    assert store.near_decisions(CPU.key, PROBLEM, 1, 999) == []
     assert store.counts()["decisions"] == 1
 
 
@@ -70,7 +73,7 @@ def test_every_field_of_the_problem_must_match(store: TuningStore, field: str) -
     other = {"dtype": "float16", "layout": "nk", "alignment": 8, "precision": "tf32", "math": "fast", "n": 17, "k": 33}
     changed = Problem(**{**problem_fields(PROBLEM), field: other[field]})
     assert store.decision(CPU.key, changed) is None
-    assert store.decisions_for_any_m(CPU.key, changed) == []
+    assert store.near_decisions(CPU.key, replace(changed, m=9), 1, 99) == []
 
 
 def test_misses_are_counted(store: TuningStore) -> None:

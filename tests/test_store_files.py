@@ -187,6 +187,21 @@ def test_a_file_system_that_fails_leaves_calls_working_from_memory(
     assert error in warnings_logged.text
 
 
+def test_a_full_disk_is_an_error_and_loses_nothing_that_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    store = TuningStore(path)
+    made = filled(store)
+    store._run(lambda db: db.execute("PRAGMA max_page_count = 1"))  # as many as there are already
+    more = [measurement(Problem(m, 16, 32, "float32"), samples_us=[1.5] * 900) for m in range(16, 80)]
+    with pytest.raises(StoreError, match="full"):
+        store.add_all(more)
+    assert store.decision(CPU.key, PROBLEM) == made
+    assert store.counts()["measurements"] == 1
+    store._run(lambda db: db.execute("PRAGMA max_page_count = 100000"))
+    assert store.add_all(more).new["measurements"] == len(more)
+    assert not list(tmp_path.glob("*.corrupt-*"))
+
+
 def test_layers_fall_back_to_memory_where_the_users_database_cannot_be_opened(
     tmp_path: Path, warnings_logged: pytest.LogCaptureFixture
 ) -> None:
@@ -222,5 +237,5 @@ def test_a_spoiled_row_is_left_out_with_a_warning(
     filled(store, other)
     store.write(lambda db: db.execute("UPDATE decisions SET finalists = 'nope' WHERE m = 8"))
     assert store.decision(CPU.key, PROBLEM) is None
-    assert [d.m for d in store.decisions_for_any_m(CPU.key, PROBLEM)] == [16]
+    assert [d.m for d in store.near_decisions(CPU.key, PROBLEM, 1, 99)] == [16]
     assert "is not a record and is left out" in warnings_logged.text
