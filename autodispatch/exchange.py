@@ -116,7 +116,7 @@ def export_jsonl(store: TuningStore, path: Path, chosen: Filter = ALL) -> int:
     header = {"format": FORMAT, "schema": SCHEMA_VERSION, "commands": sorted(commands)}
     draft = path.with_name(path.name + ".part")
     with draft.open("w", encoding="utf-8", newline="\n") as file:
-        for line in (header, *({"record": _NAMES[type(r)], **r.values()} for r in records)):
+        for line in (header, *({"record": _NAMES[type(r)], **r.content()} for r in records)):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
     os.replace(draft, path)
     return len(records)
@@ -169,7 +169,7 @@ def import_file(
 def _rank(decision: DecisionRecord, hosts: Mapping[str, str], here: str) -> tuple[bool, bool, str, str]:
     """Of two decisions for the same problem the larger one is kept."""
     is_local = hosts.get(decision.session_id) == here
-    return is_local, decision.complete, decision.decided_at, content_hash(decision.values())
+    return is_local, decision.complete, decision.decided_at, content_hash(decision.content())
 
 
 def load_seeds(paths: Iterable[Path]) -> TuningStore:
@@ -233,7 +233,7 @@ def _reason_against(
         if record.device_key not in known["devices"] or record.environment_id not in known["environments"]:
             return f"session {record.id}: its device or environment is missing"
     elif isinstance(record, EnvironmentRecord):
-        if EnvironmentRecord.of({k: v for k, v in record.values().items() if k != "id"}).id != record.id:
+        if EnvironmentRecord.of({k: v for k, v in record.content().items() if k != "id"}).id != record.id:
             return f"environment {record.id}: its id does not fit its content"
     elif isinstance(record, DecisionRecord):
         name = f"decision {record.m},{record.n},{record.k} {record.dtype} {record.layout}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -44,10 +46,18 @@ class Record(BaseModel):
     def columns(cls) -> tuple[str, ...]:
         return tuple(cls.model_fields)
 
-    def values(self) -> dict[str, Any]:
-        """The fields by name, in the order of the columns; of plain types, so that there is nothing to convert."""
-        own = self.__dict__
-        return {name: own[name] for name in self.columns()}
+    @classmethod
+    @cache
+    def _values_of(cls) -> Callable[[Record], tuple[Any, ...]]:
+        return attrgetter(*cls.columns())
+
+    def values(self) -> tuple[Any, ...]:
+        """The fields in the order of the columns; of plain types, so that there is nothing to convert."""
+        return self._values_of()(self)
+
+    def content(self) -> dict[str, Any]:
+        """The fields by name, in the order of the columns."""
+        return dict(zip(self.columns(), self.values(), strict=True))
 
 
 class DeviceRecord(Record):
@@ -164,7 +174,9 @@ class MeasurementRecord(ProblemRecord):
 
     @property
     def content_id(self) -> str:
-        return content_hash({name: value for name, value in self.values().items() if name != "id"})
+        content = self.content()
+        del content["id"]
+        return content_hash(content)
 
 
 class DecisionRecord(ProblemRecord):

@@ -247,12 +247,13 @@ def _insert(db: Database, table: str, records: Iterable[Record]) -> int:
     columns = next(t for t, name in TABLES.items() if name == table).columns()
     # by hand: the library's insert builds its statement anew for every row, which is most of the time of a large import
     sql = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-    db.conn.executemany(sql, (tuple(_row(record).values()) for record in records))
+    db.conn.executemany(sql, map(_row, records))
     return int(db.conn.total_changes - before)
 
 
 def _upsert_decision(db: Database, record: DecisionRecord) -> None:
-    db["decisions"].insert(_row(record), replace=True)  # type: ignore[union-attr]
+    row = dict(zip(record.columns(), _row(record), strict=True))
+    db["decisions"].insert(row, replace=True)  # type: ignore[union-attr]
 
 
 def _find_decision(db: Database, record: DecisionRecord) -> DecisionRecord | None:
@@ -263,8 +264,8 @@ def _find_decision(db: Database, record: DecisionRecord) -> DecisionRecord | Non
     return found[0] if found else None
 
 
-def _row(record: Record) -> dict[str, Any]:
-    return {k: json.dumps(v) if type(v) is list else v for k, v in record.values().items()}
+def _row(record: Record) -> tuple[Any, ...]:
+    return tuple([json.dumps(v) if type(v) is list else v for v in record.values()])
 
 
 def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:

@@ -45,7 +45,10 @@ _QUICK_PER_TILE = 3  # of those
 
 @dataclass(frozen=True)
 class Progress:
-    """What a listener is told: `done` of `total` steps of a problem, and what was found last."""
+    """What a listener is told: `done` of `total` steps of a problem, and what was found last.
+
+    `is_hit` says that the record was in the store already.
+    """
 
     problem: Problem
     stage: str
@@ -53,6 +56,7 @@ class Progress:
     total: int
     candidate: Candidate | None = None
     record: MeasurementRecord | None = None
+    is_hit: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,8 @@ class Tuner:
         """Tries each candidate of which nothing is known, and stores how it went, whatever happens to it."""
         results = list(known.values())
         best = min((r.timing.median for r in results if r.timing), default=None)
+        for i, r in enumerate(results, start=1):
+            self._listener(Progress(problem, "screen", i, len(candidates), r.candidate, r.record, is_hit=True))
         for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
             if deadline is not None and time.monotonic() > deadline and any(r.timing for r in results):
                 _log.info("the budget is used up after %d of %d candidates", i, len(candidates))

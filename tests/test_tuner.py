@@ -435,6 +435,8 @@ def test_a_resumed_tuning_counts_what_was_measured_before_among_what_is_done(sto
     tuner(store, *variants, listener=heard.append).tune(PROBLEM)
     screened = [(p.done, p.total) for p in heard if p.stage == "screen"]
     assert (screened[0], screened[-1]) == ((1, 5), (5, 5))
+    hits = [(p.candidate.variant.name, p.record.median_us) for p in heard if p.is_hit and p.candidate and p.record]
+    assert hits == [("v0", 10.0)]
 
 
 def test_all_that_cannot_be_told_apart_are_stored_and_the_incumbent_stays(store: TuningStore) -> None:
