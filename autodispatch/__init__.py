@@ -28,7 +28,7 @@ _NAMES = {
     "Registry": "variants",
     "Variant": "variants",
     "Tuner": "tuner",
-    "tune": "tuner",
+    "tune": "fleet",
     "TuningStore": "store",
     "AutodispatchError": "errors",
     "CompileError": "errors",

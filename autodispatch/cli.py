@@ -338,7 +338,8 @@ def _tune(
             name = f"{leader.variant} {report.short_config(leader.config)}"
             rate = report.rate(problem, leader.median_us)
             line = f"[{next(done)}/{total}] {problem}: {name}, {leader.median_us:.1f} us, {rate}"
-            took = f"(tuned in {time.monotonic() - start:.1f} s)"
+            parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in tuner.spent.items())
+            took = f"(tuned in {time.monotonic() - start:.1f} s: {parts})"
             messages.print(f"{line} {took}", highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:

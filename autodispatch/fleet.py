@@ -1,13 +1,21 @@
-"""Several devices tuned side by side, each by a tuner of its own; equal ones share the problems out among them."""
+"""Many problems: tuned on one device, or on several side by side, of which equal ones share them out among them."""
 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
+from autodispatch.device import DeviceInfo, default_device
 from autodispatch.problem import Problem
-from autodispatch.tuner import Tuner
+from autodispatch.records import DecisionRecord
+from autodispatch.settings import Settings
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Progress, Tuner
+from autodispatch.worker import runner_for
 
 
 def tune_side_by_side(
@@ -47,3 +55,34 @@ def tune_side_by_side(
             for tuner in tuners:
                 tuner.close()
             raise
+
+
+def tune(
+    problems: Iterable[Problem],
+    *,
+    device: DeviceInfo | None = None,
+    database: Path | None = None,
+    effort: str = "quick",
+    budget_s: float | None = None,
+    isolate: bool = True,
+    listener: Callable[[Progress], None] | None = None,
+) -> list[DecisionRecord]:
+    """Tunes problems on a device (the first GPU, or the processor) into the user's database, or the one given.
+
+    `effort` is that of `Tuner.tune`; `budget_s` are seconds for all problems that are not tuned yet, of which those
+    that do not get their turn are left out; `isolate` tries the candidates in a process of their own;
+    `listener` hears of every step. Raises what `Tuner.tune` raises, and StoreError; what was finished before is stored.
+    """
+    store = TuningStore(database or Settings.from_environment().database)
+    runner = runner_for(device or default_device(), isolate)
+    tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
+    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
+    decisions: list[DecisionRecord] = []
+    with closing(store), closing(tuner):
+        for problem in problems:
+            left_s = deadline - time.monotonic()
+            if budget_s is not None and tuner.is_tuned(problem):
+                continue
+            if left_s > 0 or not decisions:
+                decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
+    return decisions

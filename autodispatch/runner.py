@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from autodispatch import benchmark, nvml
 from autodispatch.benchmark import Timing, Trial, Workbench
@@ -21,6 +24,14 @@ _FASTEST_READ = 0.8  # of the time that the memory's peak bandwidth gives
 _SMALL_M, _SMALL_N, _SMALL_K = 197, 296, 200  # multiples of no tile
 
 
+class Spent(NamedTuple):
+    """Seconds that went into a candidate: waiting for its build, checking, timing."""
+
+    building: float = 0.0
+    checking: float = 0.0
+    timing: float = 0.0
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a candidate fared. `timing` is None where it failed; the rest is what it used, as far as it came."""
@@ -31,6 +42,7 @@ class Outcome:
     shared_bytes: int | None = None
     workspace_bytes: int = 0
     reading: nvml.Reading | None = None
+    spent: Spent = field(default_factory=Spent)
 
 
 class Runner(ABC):
@@ -111,13 +123,22 @@ class LocalRunner(Runner):
         return foreign_load
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+        moments = [time.monotonic()]
+        outcome = self._screen(candidate, best_us, moments)
+        moments += [time.monotonic()] * (4 - len(moments))
+        return replace(outcome, spent=Spent(*(end - start for start, end in pairwise(moments))))
+
+    def _screen(self, candidate: Candidate, best_us: float | None, moments: list[float]) -> Outcome:
+        """As far as it comes; `moments` are told the end of the build and of the first check."""
         try:
             executable = self.build(candidate)
+            moments.append(time.monotonic())
         except (CompileError, UnsupportedProblemError) as cause:
             status = "compile_failed" if isinstance(cause, CompileError) else "launch_failed"
             return Outcome(Check(status, str(cause)))
         try:
             check = self._check(candidate, executable)
+            moments.append(time.monotonic())
             if check.status == "ok":
                 self.bench.heat_up()
                 trial = self._trials[candidate] = self.bench.trial(executable)

@@ -7,15 +7,14 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from autodispatch import benchmark, heuristics
 from autodispatch.benchmark import Timing
 from autodispatch.decision import STEADY, Finalist, decide, drift
-from autodispatch.device import DeviceInfo, default_device, environment
+from autodispatch.device import DeviceInfo, environment
 from autodispatch.errors import AutodispatchError, UnsupportedProblemError
 from autodispatch.locks import timing_on
 from autodispatch.problem import Problem
@@ -32,10 +31,8 @@ from autodispatch.records import (
 )
 from autodispatch.reference import Check
 from autodispatch.runner import Outcome, Runner
-from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Registry
-from autodispatch.worker import runner_for
 
 _log = logging.getLogger("autodispatch")
 _LASTING = {"compile_failed", "launch_failed", "wrong_result", "out_of_bounds", "timeout", "crashed"}
@@ -70,7 +67,10 @@ class Result:
 
 
 class Tuner:
-    """Tunes problems on one device into one store. The runner says where and how candidates are tried."""
+    """Tunes problems on one device into one store. The runner says where and how candidates are tried.
+
+    `spent` are the seconds of the last tuning, by what they went into.
+    """
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class Tuner:
         self._listener = listener or (lambda progress: None)
         self._session: str | None = None
         self._versions: EnvironmentRecord | None = None
+        self.spent: Counter[str] = Counter()
 
     @property
     def device(self) -> DeviceInfo:
@@ -112,6 +113,7 @@ class Tuner:
         self._runner.require()
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
+        self.spent.clear()
         asked_at = now()
         with timing_on(self._device.uuid):  # another process may have tuned it while this one waited
             decision = self._store.decision(self._device.key, problem, self._runner.regime)
@@ -172,11 +174,18 @@ class Tuner:
             return sorted(timed, key=lambda r: r.timing.median if r.timing else 0.0) + failed
 
     @contextmanager
+    def _counted(self, step: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.spent[step] += time.monotonic() - start  # type: ignore[assignment]
+
+    @contextmanager
     def _loaded(self, problem: Problem, candidates: Sequence[Candidate]) -> Iterator[bool]:
         """Whether the device is ours alone."""
         try:
             try:
-                foreign_load = self._runner.load(problem, candidates)
+                with self._counted("loading"):
+                    foreign_load = self._runner.load(problem, candidates)
             except MemoryError as cause:
                 raise AutodispatchError(
                     f"the inputs and the reference of {problem} must fit into memory ({cause})"
@@ -245,7 +254,9 @@ class Tuner:
                 _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
                 break
             self._listener(Progress(problem, "screen", i, len(candidates), candidate))
-            result = self._result(problem, candidate, self._runner.screen(candidate, best), "screen")
+            outcome = self._runner.screen(candidate, best)
+            self.spent.update(outcome.spent._asdict())
+            result = self._result(problem, candidate, outcome, "screen")
             if result.timing is not None:
                 best = min(best or result.timing.median, result.timing.median)
             results.append(result)
@@ -323,7 +334,8 @@ class Tuner:
     ) -> DecisionRecord:
         self._listener(Progress(problem, "finals", 0, 1))
         candidates = [r.candidate for r in screened]
-        outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
+        with self._counted("finals"):
+            outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
         finalists, records = [], {}
         for before, outcome in zip(screened, outcomes, strict=True):
             checked = replace(outcome, check=before.check)
@@ -336,7 +348,8 @@ class Tuner:
             places = (candidate == incumbent, candidate == default)
             finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
         verdict = decide(finalists)
-        steady = drift(verdict.pick.samples) <= STEADY
+        # on a processor, whose wall clock counts all that runs beside, such a change says nothing
+        steady = self._device.kind == "cpu" or drift(verdict.pick.samples) <= STEADY
         if not steady:
             _log.warning("times of %s drifted during the finals; the decision counts as incomplete", problem)
         leader = records[verdict.pick.name]
@@ -385,34 +398,3 @@ def missed_problems(store: TuningStore, device: DeviceInfo) -> list[Problem]:
     rows = [r for r in store.misses() if r["device_key"] == device.key]
     problems = [Problem(**{f: r[f] for f in PROBLEM_FIELDS}) for r in rows]
     return [p for p in problems if store.decision(device.key, p) is None]
-
-
-def tune(
-    problems: Iterable[Problem],
-    *,
-    device: DeviceInfo | None = None,
-    database: Path | None = None,
-    effort: str = "quick",
-    budget_s: float | None = None,
-    isolate: bool = True,
-    listener: Callable[[Progress], None] | None = None,
-) -> list[DecisionRecord]:
-    """Tunes problems on a device (the first GPU, or the processor) into the user's database, or the one given.
-
-    `effort` is that of `Tuner.tune`; `budget_s` are seconds for all problems that are not tuned yet, of which those
-    that do not get their turn are left out; `isolate` tries the candidates in a process of their own;
-    `listener` hears of every step. Raises what `Tuner.tune` raises, and StoreError; what was finished before is stored.
-    """
-    store = TuningStore(database or Settings.from_environment().database)
-    runner = runner_for(device or default_device(), isolate)
-    tuner = Tuner(store, runner, command="autodispatch.tune", listener=listener)
-    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
-    decisions: list[DecisionRecord] = []
-    with closing(store), closing(tuner):
-        for problem in problems:
-            left_s = deadline - time.monotonic()
-            if budget_s is not None and tuner.is_tuned(problem):
-                continue
-            if left_s > 0 or not decisions:
-                decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
-    return decisions

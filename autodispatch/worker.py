@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -96,10 +96,10 @@ class WorkerRunner(Runner):
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
         self._ensure_loaded()
-        request = "build"
+        request, start = "build", time.monotonic()
         try:
             self._ask("build", candidate.key, limit_s=self._limits[1])
-            request = "screen"
+            request, built = "screen", time.monotonic()
             outcome: Outcome = self._ask("screen", candidate.key, best_us, limit_s=self._run_limit_s([candidate]))
         except WorkerGoneError as gone:
             if self._builds_ahead and (request == "build" or gone.status == "crashed"):
@@ -109,7 +109,7 @@ class WorkerRunner(Runner):
         except DeviceError as cause:
             self._end()
             return Outcome(Check("launch_failed", str(cause)))
-        return outcome
+        return replace(outcome, spent=outcome.spent._replace(building=built - start))
 
     def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
         limit_s = self._limits[1] + self._run_limit_s(candidates)

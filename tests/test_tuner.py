@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from autodispatch import tuner as tuner_module
 from autodispatch.benchmark import Timing, Trial
-from autodispatch.device import cpu_device
+from autodispatch.device import cpu_device, environment
 from autodispatch.errors import AutodispatchError, DeviceError, UnsupportedProblemError
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, MeasurementRecord
@@ -324,18 +325,23 @@ def test_what_is_measured_beside_others_counts_as_incomplete(
 
 
 def test_times_that_change_much_during_the_finals_make_no_complete_decision(
-    store: TuningStore, warnings_logged: pytest.LogCaptureFixture
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch, warnings_logged: pytest.LogCaptureFixture
 ) -> None:
+    class OnGpu(FakeVariant):
+        kind = "cuda"
+
     class Slowing(LocalRunner):
         def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
             timing = Timing(tuple(10.0 * (1 + 0.015 * i) for i in range(rounds)))
             return [Outcome(Check("ok"), timing) for _ in candidates]
 
-    registry = Registry(registry_of(FakeVariant("any")))
-    decision = Tuner(store, Slowing(FakeWorkbench(CPU)), registry).tune(PROBLEM)
+    monkeypatch.setattr(tuner_module, "environment", lambda device: environment(CPU))
+    registry = Registry(registry_of(OnGpu("any")))
+    decision = Tuner(store, Slowing(FakeWorkbench(H200)), registry).tune(PROBLEM)
     assert not decision.complete
     assert "during the finals" in warnings_logged.text
-    assert tuner(store, FakeVariant("any")).tune(PROBLEM).complete
+    assert Tuner(store, LocalRunner(FakeWorkbench(H200)), registry).tune(PROBLEM).complete
+    assert Tuner(store, Slowing(FakeWorkbench(CPU)), Registry(registry_of(FakeVariant("any")))).tune(PROBLEM).complete
 
 
 def test_processes_that_tune_one_problem_at_once_end_with_one_candidate(tmp_path: Path) -> None:
@@ -426,6 +432,30 @@ def test_a_tuning_that_did_not_come_to_its_end_goes_on_where_it_stopped(store: T
     again = tuner(store, *variants)
     again.tune(PROBLEM)
     assert len(checked(again)) == 5
+
+
+def test_a_tuner_says_where_the_time_went(store: TuningStore) -> None:
+    class Slow(FakeWorkbench):
+        def load(self, problem: Problem, copies: int | None = None) -> None:
+            time.sleep(0.06)
+
+        def check(self, executable: Any, problem: Problem | None = None) -> Check:
+            time.sleep(0.05)
+            return super().check(executable, problem)
+
+    class SlowToBuild(FakeVariant):
+        def executable(self, *arguments: Any) -> Any:
+            time.sleep(0.3)
+            return super().executable(*arguments)
+
+    subject = Tuner(store, LocalRunner(Slow(CPU)), Registry(registry_of(SlowToBuild("any"), FakeVariant("other"))))
+    subject.tune(PROBLEM)
+    assert set(subject.spent) == {"loading", "building", "checking", "timing", "finals"}
+    assert subject.spent["loading"] >= 0.06
+    assert subject.spent["building"] >= 0.2
+    assert subject.spent["checking"] >= 4 * 0.05  # of each on the problem, and where tiles hang over
+    assert subject.spent["timing"] >= 2 * 0.03
+    assert sum(subject.spent.values()) < 60
 
 
 def test_a_resumed_tuning_counts_what_was_measured_before_among_what_is_done(store: TuningStore) -> None:
