@@ -38,6 +38,7 @@ MAX_COPIES = 16
 _MAX_LAUNCHES = 1000
 _GUARD_BYTES = 512  # on both sides of the workspace
 _BUSY = 5  # percent, from where on the device is not ours alone
+_LOOK_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class CudaWorkbench(Workbench):
         self._handle = Stream(self._stream.ptr)
         self._copies: list[Operands] = []
         self._last_work = 0.0
-        self._foreign = 0
+        self._foreign, self._looked = 0, float("-inf")
         self._scratch: Any = None
 
     def require(self) -> None:
@@ -311,13 +312,16 @@ class CudaWorkbench(Workbench):
         self._last_work = time.monotonic()
 
     def foreign_load(self) -> int:
-        """What NVML counts over its last second, or, where this process worked in it, what was found last."""
-        if time.monotonic() - self._last_work > PAUSE_S:
+        """What NVML counts over a second in which this process does nothing; counted again after 30 s, and as long as
+        others are found."""
+        if self._foreign or time.monotonic() - self._looked > _LOOK_EVERY_S:
+            time.sleep(max(0.0, self._last_work + PAUSE_S - time.monotonic()))
             busy = self._nvml.busy_percent() or 0
             if busy > _BUSY:  # a neighbour, or what just ended?
                 time.sleep(PAUSE_S)
                 busy = self._nvml.busy_percent() or 0
             self._foreign = busy if busy > _BUSY else 0
+            self._looked = time.monotonic()
         return self._foreign
 
     def reading(self) -> nvml.Reading | None:

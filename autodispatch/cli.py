@@ -25,7 +25,7 @@ from autodispatch.compiler import nvrtc_file
 from autodispatch.device import cuda_devices, environment
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import AutodispatchError, VerificationError
-from autodispatch.fleet import tune_side_by_side
+from autodispatch.fleet import in_order_of_need, tune_side_by_side
 from autodispatch.layers import Layers
 from autodispatch.maintenance import console, messages
 from autodispatch.options import (
@@ -321,8 +321,6 @@ def _tune(
 
     def tune_one(tuner: Tuner, problem: Problem) -> None:
         start, key = time.monotonic(), tuner.device.key
-        if budget is not None and tuner.is_tuned(problem):
-            return
         if start >= deadline and key in begun:
             left.append((key, problem))
             return
@@ -348,7 +346,8 @@ def _tune(
         for tuner in tuners:
             stack.callback(tuner.close)
         try:
-            tune_side_by_side(tuners, problems, tune_one)
+            todo = problems if budget is None else in_order_of_need(tuners, problems, effort)
+            tune_side_by_side(tuners, todo, tune_one)
         except KeyboardInterrupt:
             messages.print("interrupted; what was finished is stored")
             raise typer.Exit(130) from None

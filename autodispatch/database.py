@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,23 @@ BUSY_TIMEOUT_S = 60.0
 
 _MOUNTS = Path("/proc/self/mountinfo")
 # WAL needs memory that all processes share, which those of two hosts do not
-_NETWORK = ("nfs", "cifs", "smb", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "gluster", "fuse.")
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "gluster",
+    "weka",
+    "panfs",
+    "vbox",
+    "virtiofs",
+    "fuse.",
+)
 
 T = TypeVar("T")
 
@@ -34,17 +51,17 @@ T = TypeVar("T")
 def is_on_network(path: Path) -> bool:
     """Whether a file lies on a network file system, as far as the system tells (Linux)."""
     try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").split("\n")
         resolved = path.resolve()
     except OSError:
         return False
     longest, kind = Path("/"), ""
-    for line in lines:  # fields, "-", the kind of file system; blanks in names are octal
+    for line in filter(None, lines):  # fields, "-", the kind of file system; blanks and the like in names are octal
         fields, _, rest = line.partition(" - ")
-        mount = Path(fields.split(" ")[4].replace("\\040", " "))
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields.split(" ")[4]))
         if resolved.is_relative_to(mount) and len(mount.parts) >= len(longest.parts):
             longest, kind = mount, rest.split(" ")[0]
-    return kind.startswith(_NETWORK)
+    return kind == "fuse" or kind.startswith(_NETWORK)
 
 
 class TuningDatabase:
@@ -108,10 +125,7 @@ class TuningDatabase:
         if self.path is None:
             connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         elif self.read_only:
-            # where nothing can be written no lock and no side file can be made either, and nobody else writes
-            is_fixed = not os.access(self.path, os.W_OK) and not os.access(self.path.parent, os.W_OK)
-            uri = f"{self.path.resolve().as_uri()}?mode=ro{'&immutable=1' if is_fixed else ''}"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+            connection = self._connect_read_only()
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(
@@ -132,6 +146,22 @@ class TuningDatabase:
             connection.close()
             raise
         return db
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        """Shares the file with its writers; where SQLite cannot, since the side files of WAL mode are not there and
+        cannot be made, opens it as one that does not change."""
+        assert self.path is not None
+        uri = f"{self.path.resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError as cause:
+            connection.close()
+            log = self.path.with_name(self.path.name + "-wal")
+            if "unable to open" not in str(cause) or (log.exists() and log.stat().st_size):
+                raise
+            connection = sqlite3.connect(f"{uri}&immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+        return connection
 
     def _check_schema(self, db: Database) -> None:
         """Refuses a newer schema and a file of another program; writes nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,8 @@ def select(store: TuningStore, chosen: Filter = ALL) -> list[Record]:
     if chosen.winners_only:
         wanted = {i for d in decisions for i in d.finalists}
         measurements = [m for m in measurements if m.id in wanted]
+    present = {m.id for m in measurements}
+    decisions = [d for d in decisions if present.issuperset(d.finalists)]  # but for rows that cannot be read
     if chosen != Filter(device_key):
         used = {r.session_id for r in (*measurements, *decisions)}
         sessions = [s for s in sessions if s.id in used]
@@ -155,21 +157,20 @@ def import_file(
         is_sqlite = file.read(16) == b"SQLite format 3\0"
     candidates = _from_sqlite(path) if is_sqlite else _from_jsonl(path)
     records, rejected = _sound(candidates, registry or Registry())
-    hosts = {s.id: s.host for s in (*store.all_of(SessionRecord), *records) if isinstance(s, SessionRecord)}
     here = socket.gethostname()
 
+    @cache
+    def is_local(session_id: str) -> bool:  # asked within the transaction, when the sessions of the file are there too
+        session = store.one(SessionRecord, session_id)
+        return session is not None and session.host == here
+
     def supersedes(new: DecisionRecord, old: DecisionRecord) -> bool:
-        return replace_decisions or _rank(new, hosts, here) > _rank(old, hosts, here)
+        ranks = [(is_local(d.session_id), d.complete, d.decided_at, content_hash(d.content())) for d in (new, old)]
+        return replace_decisions or ranks[0] > ranks[1]
 
     added = store.add_all(records, supersedes, dry_run=dry_run)
     kept = len(records) - sum(added.new.values()) - added.superseded
     return ImportReport(added.new, added.superseded, kept, rejected)
-
-
-def _rank(decision: DecisionRecord, hosts: Mapping[str, str], here: str) -> tuple[bool, bool, str, str]:
-    """Of two decisions for the same problem the larger one is kept."""
-    is_local = hosts.get(decision.session_id) == here
-    return is_local, decision.complete, decision.decided_at, content_hash(decision.content())
 
 
 def load_seeds(paths: Iterable[Path]) -> TuningStore:
@@ -304,7 +305,7 @@ def _from_sqlite(path: Path) -> Iterator[Record | str]:
             for i, row in enumerate(source.rows(record_type)):
                 try:
                     yield as_record(record_type, row)
-                except (ValidationError, ValueError, TypeError) as cause:
+                except (ValidationError, ValueError, TypeError, RecursionError) as cause:
                     yield f"{table} row {i + 1}: {_short(cause)}"
     finally:
         source.close()

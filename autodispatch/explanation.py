@@ -11,7 +11,6 @@ from autodispatch.problem import Problem
 from autodispatch.records import (
     PROTOCOL_VERSION,
     DecisionRecord,
-    DeviceRecord,
     EnvironmentRecord,
     MeasurementRecord,
     SessionRecord,
@@ -96,11 +95,8 @@ def _differences(store: TuningStore, decision: DecisionRecord, device: DeviceInf
     if session is None:
         return ()
     versions = store.one(EnvironmentRecord, session.environment_id)
-    recorded_device = store.one(DeviceRecord, decision.device_key)
     here = environment(device)
     pairs: list[tuple[str, object, object]] = [("timing protocol", session.protocol_version, PROTOCOL_VERSION)]
     if versions is not None:
         pairs += [(f.replace("_", " "), getattr(versions, f), here[f]) for f in _VERSIONS[device.kind]]
-    if recorded_device is not None and device.kind == "cuda":
-        pairs.append(("maximum clock", recorded_device.clock_khz, device.clock_khz))
     return tuple(Difference(name, str(x), str(y)) for name, x, y in pairs if x != y)

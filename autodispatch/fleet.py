@@ -18,6 +18,12 @@ from autodispatch.tuner import Progress, Tuner
 from autodispatch.worker import runner_for
 
 
+def in_order_of_need(tuners: Sequence[Tuner], problems: Iterable[Problem], effort: str) -> list[Problem]:
+    """The problems that are not tuned on all devices, those without any decision first."""
+    todo = [p for p in problems if not all(t.is_tuned(p, effort) for t in tuners)]
+    return sorted(todo, key=lambda p: all(t.has_decision(p) for t in tuners))
+
+
 def tune_side_by_side(
     tuners: Sequence[Tuner], problems: Iterable[Problem], tune_one: Callable[[Tuner, Problem], None]
 ) -> None:
@@ -79,10 +85,8 @@ def tune(
     deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
     decisions: list[DecisionRecord] = []
     with closing(store), closing(tuner):
-        for problem in problems:
+        for problem in problems if budget_s is None else in_order_of_need([tuner], problems, effort):
             left_s = deadline - time.monotonic()
-            if budget_s is not None and tuner.is_tuned(problem):
-                continue
             if left_s > 0 or not decisions:
                 decisions.append(tuner.tune(problem, effort=effort, budget_s=left_s))
     return decisions

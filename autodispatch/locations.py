@@ -5,7 +5,6 @@ URLs (`s3://`, `gs://`, `https://`, ...) go through fsspec, which the extra `rem
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -23,11 +22,12 @@ def readable(location: str, max_bytes: int) -> Iterator[Path]:
     if not _is_url(location):
         yield Path(location)
         return
+    system, path = _reached(location)
     with TemporaryDirectory() as folder:
         copy = Path(folder) / name_of(location)
-        copied = 0
-        with _opened(location, "rb") as source, copy.open("wb") as target:
-            while chunk := _guarded(location, source.read, _CHUNK_BYTES):
+        with _reaching(location), system.open(path, "rb") as source, copy.open("wb") as target:
+            copied = 0
+            while chunk := source.read(_CHUNK_BYTES):
                 copied += len(chunk)
                 if copied > max_bytes:
                     raise StoreError(f"{location} must have at most {max_bytes} bytes (got more)")
@@ -41,11 +41,12 @@ def writable(location: str) -> Iterator[Path]:
     if not _is_url(location):
         yield Path(location)
         return
+    system, path = _reached(location)
     with TemporaryDirectory() as folder:
         draft = Path(folder) / name_of(location)
         yield draft
-        with draft.open("rb") as source, _opened(location, "wb") as target:
-            _guarded(location, shutil.copyfileobj, source, target)
+        with _reaching(location):
+            system.put_file(str(draft), path)
 
 
 def name_of(location: str) -> str:
@@ -58,19 +59,23 @@ def _is_url(location: str) -> bool:
     return "://" in location
 
 
-@contextmanager
-def _opened(location: str, mode: str) -> Iterator[Any]:
+def _reached(location: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path there."""
     try:
         import fsspec
     except ImportError as cause:
         raise StoreError(f"{location} needs the package fsspec; install autodispatch[remote]") from cause
-    with _guarded(location, lambda: fsspec.open(location, mode).open()) as file:
-        yield file
+    with _reaching(location):
+        system, path = fsspec.url_to_fs(location)
+    return system, str(path)
 
 
-def _guarded(location: str, call: Any, *arguments: Any) -> Any:
-    """What a call of a file system gives, whose errors may be of any kind."""
+@contextmanager
+def _reaching(location: str) -> Iterator[None]:
+    """File systems raise errors of any kind."""
     try:
-        return call(*arguments)
+        yield
+    except StoreError:
+        raise
     except Exception as cause:
         raise StoreError(f"{location} could not be reached ({type(cause).__name__}: {cause})") from cause

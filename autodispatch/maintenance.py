@@ -18,7 +18,7 @@ from autodispatch import doctor as examination
 from autodispatch import exchange, locations, pruning, shapes, verification
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.options import Database, Device, Dtypes, Json, Layouts, device_of, settings_of
-from autodispatch.problem import ACTIVATIONS
+from autodispatch.problem import ACTIVATIONS, ITEM_BYTES, LAYOUTS, check_choice
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
@@ -50,12 +50,18 @@ def export_(
         if hf_config is not None:
             n, k, _ = shapes.from_hf_config(hf_config, ACTIVATIONS[0])
         sizes = shapes.parse_sizes(ms) if ms else ()
+        for name_of_choice, values, known in (("dtype", dtype, ITEM_BYTES), ("layout", layout, LAYOUTS)):
+            for value in values or ():
+                check_choice(name_of_choice, value, tuple(known))
     except ValueError as cause:
         raise typer.BadParameter(str(cause)) from cause
     chosen = exchange.Filter(device, sizes, n, k, tuple(dtype or ()), tuple(layout or ()), winners_only)
     write = exchange.export_sqlite if name.endswith(".db") else exchange.export_jsonl
+    store = existing_store(database)
     with locations.writable(path) as file:
-        count = write(existing_store(database), file, chosen)
+        if store.path is not None and file.exists() and file.samefile(store.path):
+            raise typer.BadParameter("must not be the database that is exported", param_hint="PATH")
+        count = write(store, file, chosen)
     console.print(f"{count} records written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -69,7 +75,8 @@ def import_(
     database: Database = None,
 ) -> None:
     """Merges a file into the user's database and says what was added, superseded, kept and rejected."""
-    store = TuningStore(settings_of(database).database)
+    own = settings_of(database).database
+    store = TuningStore(own if own.is_file() or not dry_run else None)
     with locations.readable(path, exchange.MAX_FILE_BYTES) as file:
         outcome = exchange.import_file(store, file, replace_decisions=replace_decisions, dry_run=dry_run)
     console.print(

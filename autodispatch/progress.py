@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 
 from autodispatch.problem import Problem
@@ -29,22 +36,22 @@ def progress_bar(console: Console, quiet: bool = False) -> Iterator[Callable[[Pr
         TextColumn("{task.fields[candidate]}", markup=False),
     )
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1, best="", candidate="")
-        current: Problem | None = None
+        tasks: dict[Problem, TaskID] = {}
         best: dict[Problem, float] = {}
 
         def listener(progress: Progress) -> None:
-            nonlocal current
-            if progress.problem != current:  # another pace
-                current = progress.problem
-                bar.reset(task)
+            problem = progress.problem
+            if problem not in tasks:  # a bar for each of those that are tuned side by side
+                tasks[problem] = bar.add_task("", total=1, best="", candidate="")
             median = progress.record.median_us if progress.record else None
             if median is not None:
-                best[progress.problem] = min(median, best.get(progress.problem, median))
-            text = f"best {best[progress.problem]:.1f} us" if progress.problem in best else ""
-            description = f"{progress.problem} {progress.stage}"
-            bar.update(task, description=description, completed=progress.done, total=progress.total, best=text)
-            if progress.candidate is not None:
-                bar.update(task, candidate=str(progress.candidate))
+                best[problem] = min(median, best.get(problem, median))
+            text = f"best {best[problem]:.1f} us" if problem in best else ""
+            shown = {"best": text, "candidate": str(progress.candidate or "")}
+            description = f"{problem} {progress.stage}"
+            bar.update(tasks[problem], description=description, completed=progress.done, total=progress.total)
+            bar.tasks[bar.task_ids.index(tasks[problem])].fields.update(shown)
+            if progress.stage == "finals" and progress.done == progress.total:
+                bar.remove_task(tasks.pop(problem))
 
         yield listener

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -29,6 +29,8 @@ Status = Literal[
     "crashed",
 ]
 Stage = Literal["screen", "final"]
+_LARGEST = 2**63 - 1  # that SQLite holds
+Integer = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
 def now() -> str:
@@ -67,12 +69,12 @@ class DeviceRecord(Record):
     kind: Literal["cuda", "cpu"]
     name: str = Field(max_length=200)
     compute_capability: str = Field(max_length=8)
-    sm_count: int = Field(ge=1)
-    memory_gib: int = Field(ge=0)
+    sm_count: int = Field(ge=1, le=_LARGEST)
+    memory_gib: int = Field(ge=0, le=_LARGEST)
     mig_profile: str = Field(max_length=50)
-    l2_bytes: int = Field(ge=0)
-    shared_bytes_per_block: int = Field(ge=0)
-    clock_khz: int = Field(ge=0)
+    l2_bytes: int = Field(ge=0, le=_LARGEST)
+    shared_bytes_per_block: int = Field(ge=0, le=_LARGEST)
+    clock_khz: int = Field(ge=0, le=_LARGEST)
     bandwidth: float = Field(ge=0)
 
     @classmethod
@@ -114,18 +116,18 @@ class SessionRecord(Record):
     started_at: str = Field(max_length=40)
     host: str = Field(max_length=200)
     command: str = Field(max_length=2000)
-    protocol_version: int = Field(ge=1)
+    protocol_version: int = Field(ge=1, le=_LARGEST)
 
 
 class ProblemRecord(Record):
     """The fields of a problem, as columns."""
 
-    m: int = Field(ge=0)
-    n: int = Field(ge=0)
-    k: int = Field(ge=0)
+    m: int = Field(ge=0, le=_LARGEST)
+    n: int = Field(ge=0, le=_LARGEST)
+    k: int = Field(ge=0, le=_LARGEST)
     dtype: str = Field(max_length=20)
     layout: str = Field(max_length=4)
-    alignment: int
+    alignment: Integer
     activation: str = Field(max_length=20)
     precision: str = Field(max_length=10)
     math: str = Field(max_length=10)
@@ -158,12 +160,12 @@ class MeasurementRecord(ProblemRecord):
     samples_us: list[float] = Field(max_length=1000)
     relative_error: float | None = Field(default=None, ge=0)
     max_error: float | None = Field(default=None, ge=0)
-    registers: int | None = None
-    spill_bytes: int | None = None
-    shared_bytes: int | None = None
-    workspace_bytes: int = Field(ge=0)
-    clock_mhz: int | None = None
-    temperature_c: int | None = None
+    registers: Integer | None = None
+    spill_bytes: Integer | None = None
+    shared_bytes: Integer | None = None
+    workspace_bytes: int = Field(ge=0, le=_LARGEST)
+    clock_mhz: Integer | None = None
+    temperature_c: Integer | None = None
     measured_at: str = Field(max_length=40)
 
     @classmethod

@@ -21,7 +21,7 @@ from autodispatch.reference import Check
 from autodispatch.variants import Candidate, Executable
 
 _FASTEST_READ = 0.8  # of the time that the memory's peak bandwidth gives
-_SMALL_M, _SMALL_N, _SMALL_K = 197, 296, 200  # multiples of no tile
+_SMALL_M, _SMALL_N, _SMALL_K = 197, 296, 200
 
 
 class Spent(NamedTuple):
@@ -87,9 +87,10 @@ class Runner(ABC):
 
 
 def overhanging(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Problem | None:
-    """A small problem like another, whose sizes are multiples of no tile; None if the candidate is legal for none."""
+    """A small problem like another, with an odd m and an n that tiles do not divide; None if the candidate is legal for
+    none."""
     n, k = _SMALL_N + problem.n % 8, _SMALL_K + problem.k % 8  # as even as the problem's own
-    fewer = max(1, problem.m - 1)
+    fewer = max(1, problem.m - 1 - problem.m % 2)  # odd
     for depth in (k, problem.k):
         for m in dict.fromkeys((min(fewer, _SMALL_M), fewer, problem.m)):
             small = replace(problem, m=m, n=n, k=depth)
@@ -201,6 +202,7 @@ class LocalRunner(Runner):
     def unload(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._problem is not None:
             self.bench.unload()
         self._pool = self._problem = None
         self._builds, self._trials = {}, {}

@@ -109,8 +109,9 @@ def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers:
                 found.append(f"records of {other.key} ({', '.join(differ)}) are not for this {device.key}")
             for decision in (*store.decisions(device.key, problem), *_near(store, device.key, problem)):
                 record = store.measurement(decision.leader)
-                if record is not None:
-                    found.append(f"of the decision for m = {decision.m} {why_not(record, problem, device, registry)}")
+                reason = why_not(record, problem, device, registry) if record is not None else ""
+                if reason:
+                    found.append(f"of the decision for m = {decision.m} {reason}")
         except StoreError as cause:
             _log.warning("%s; it is left out of this look-up", cause)
     return f" ({'; '.join(dict.fromkeys(found))})" if found else ""

@@ -31,6 +31,7 @@ from autodispatch.records import (
 )
 from autodispatch.reference import Check
 from autodispatch.runner import Outcome, Runner
+from autodispatch.selection import stored_candidate
 from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Registry
 
@@ -89,6 +90,7 @@ class Tuner:
         self._listener = listener or (lambda progress: None)
         self._session: str | None = None
         self._versions: EnvironmentRecord | None = None
+        self._beside = ""  # what is noted with measurements made beside others
         self.spent: Counter[str] = Counter()
 
     @property
@@ -114,10 +116,10 @@ class Tuner:
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
         self.spent.clear()
-        asked_at = now()
+        before = self._store.decision(self._device.key, problem, self._runner.regime)
         with timing_on(self._device.uuid):  # another process may have tuned it while this one waited
             decision = self._store.decision(self._device.key, problem, self._runner.regime)
-            if decision is not None and decision.decided_at > asked_at and self.is_tuned(problem):
+            if decision is not None and decision != before and self.is_tuned(problem, effort):
                 return decision
             incumbent = self._incumbent(problem)
             if incumbent is not None and incumbent not in candidates:
@@ -127,12 +129,18 @@ class Tuner:
                 results = self._screen(problem, candidates, deadline, known)
                 return self._conclude(problem, results, incumbent, alone and len(results) == len(candidates))
 
-    def is_tuned(self, problem: Problem) -> bool:
-        """Whether a complete decision of today's kernels is there."""
+    def is_tuned(self, problem: Problem, effort: str = "quick") -> bool:
+        """Whether a complete decision is there and all candidates of the effort were tried with today's kernels."""
         decision = self._store.decision(self._device.key, problem, self._runner.regime)
         leader = self._store.measurement(decision.leader) if decision is not None and decision.complete else None
-        variant = self._registry.variants.get(leader.variant) if leader is not None else None
-        return leader is not None and variant is not None and variant.digest == leader.digest
+        if leader is None or stored_candidate(leader, problem, self._device, self._registry) is None:
+            return False
+        tried = {(r.variant, r.config, r.digest) for r in self._store.measurements(self._device.key, problem)}
+        return all((*c.key, c.variant.digest) in tried for c in self.shortlist(problem, effort))
+
+    def has_decision(self, problem: Problem) -> bool:
+        """Whether something was decided, though it may be incomplete, or of older kernels."""
+        return self._store.decision(self._device.key, problem, self._runner.regime) is not None
 
     def retime(self, problem: Problem, candidates: Sequence[Candidate]) -> DecisionRecord:
         """Measures some candidates, of which the first is in place, and stores the decision between them as incomplete.
@@ -193,13 +201,15 @@ class Tuner:
             if foreign_load:
                 message = "others keep %s busy for %d %% of the time; what is decided for %s counts as incomplete"
                 _log.warning(message, self._device.name, foreign_load, problem)
+                self._beside = f"measured beside others, who kept the device busy for {foreign_load} % of the time"
             yield not foreign_load
         finally:
+            self._beside = ""
             self._runner.unload()
 
     def _known(self, problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Result]:
         """What need not be measured again: how a candidate failed with the same kernels and versions, and, where an
-        earlier tuning did not come to its end, what it had measured."""
+        earlier tuning did not come to its end, what it had measured with nobody beside."""
         decision = self._store.decision(self._device.key, problem, self._runner.regime)
         since = decision.decided_at if decision is not None and decision.complete else ""
         environment_id = self._environment().id
@@ -209,7 +219,8 @@ class Tuner:
         for candidate in candidates:
             record = latest.get((*candidate.key, candidate.variant.digest))
             if record is not None and (
-                record.status in _LASTING or (record.status == "ok" and record.measured_at > since)
+                record.status in _LASTING
+                or (record.status == "ok" and not record.reason and record.measured_at > since)
             ):
                 check = Check(record.status, record.reason, record.relative_error, record.max_error)
                 timing = Timing(tuple(record.samples_us)) if record.samples_us else None
@@ -250,7 +261,8 @@ class Tuner:
         for i, r in enumerate(results, start=1):
             self._listener(Progress(problem, "screen", i, len(candidates), r.candidate, r.record, is_hit=True))
         for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
-            if deadline is not None and time.monotonic() > deadline and any(r.timing for r in results):
+            is_over = deadline is not None and time.monotonic() > deadline
+            if is_over and len(results) > len(known) and any(r.timing for r in results):  # one more at least, each time
                 _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
                 break
             self._listener(Progress(problem, "screen", i, len(candidates), candidate))
@@ -276,7 +288,7 @@ class Tuner:
             config=candidate.config.to_json(),
             digest=candidate.variant.digest,
             status=check.status,
-            reason=check.reason[:4000],
+            reason=(check.reason or self._beside)[:4000],
             median_us=round(timing.median, 4) if timing else None,
             p20_us=round(timing.percentile(20), 4) if timing else None,
             p80_us=round(timing.percentile(80), 4) if timing else None,

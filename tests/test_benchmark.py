@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -112,6 +113,24 @@ def test_scratch_memory_that_could_not_be_had_is_not_used() -> None:
         bench._workspace(SimpleNamespace(workspace_bytes=10**10))  # type: ignore[arg-type]
     assert bench._workspace(SimpleNamespace(workspace_bytes=0)) is small  # type: ignore[arg-type]
     assert bench._workspace(SimpleNamespace(workspace_bytes=100)).size > small.size  # type: ignore[arg-type]
+
+
+def test_others_on_the_device_are_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, readings = [1000.0], iter([40, 40, 0, 90, 3, 60, 60])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    bench = object.__new__(CudaWorkbench)
+    bench._foreign, bench._looked, bench._last_work = 0, float("-inf"), 0.0
+    bench._nvml = SimpleNamespace(busy_percent=lambda: next(readings))  # type: ignore[assignment]
+    assert bench.foreign_load() == 40
+    bench._last_work = clock[0]
+    assert bench.foreign_load() == 0  # they are gone; the reading began a second after our own work
+    assert clock[0] == bench._last_work + benchmark.PAUSE_S
+    assert bench.foreign_load() == 0  # not counted again so soon
+    clock[0] += 31
+    assert bench.foreign_load() == 0  # what had just ended
+    clock[0] += 31
+    assert bench.foreign_load() == 60
 
 
 def test_rounds_on_a_throttled_clock_are_played_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

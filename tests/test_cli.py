@@ -93,6 +93,22 @@ def test_export_and_import_carry_the_records(tmp_path: Path, name: str) -> None:
     assert json.loads(run("list", "--json", "--database", other).stdout)[0]["m"] == 8
 
 
+def test_an_export_onto_itself_and_of_unknown_kinds_is_wrong_usage(tmp_path: Path) -> None:
+    tuned("8,32,16")
+    own = str(Settings.from_environment().database)
+    assert "must not be the database" in run("export", own, "--m", "16", expect=2).output.replace("\n", " ")
+    assert TuningStore(Path(own)).counts()["decisions"] == 1
+    run("export", str(tmp_path / "x.jsonl"), "--dtype", "bf16", expect=2)
+
+
+def test_a_dry_run_of_an_import_makes_no_database(tmp_path: Path) -> None:
+    tuned("8,32,16")
+    run("export", str(tmp_path / "x.jsonl"))
+    other = tmp_path / "folder" / "other.db"
+    assert "would be added" in run("import", str(tmp_path / "x.jsonl"), "--dry-run", "--database", str(other)).output
+    assert not other.parent.exists()
+
+
 def test_info_names_the_device_and_what_can_be_built() -> None:
     content = json.loads(run("info", *CPU, "--json").stdout)
     assert content["device"]["kind"] == "cpu"
@@ -175,9 +191,15 @@ def test_a_budget_is_for_all_problems_and_more_of_it_tunes_what_was_left() -> No
 
 def test_a_budget_goes_to_what_is_not_tuned_yet() -> None:
     run("tune", "8,32,16", *CPU)
-    found = json.loads(run("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0", "--json").stdout)
-    problems = [row["problem"] for row in found]
-    assert [p.split()[0] for p in problems] == ["8,32,16", "16,32,16"]
+    command = ("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0", "--json")
+    for complete in (["8,32,16"], ["8,32,16"]):  # first those without any decision
+        found = json.loads(run(*command).stdout)
+        assert [row["problem"].split()[0] for row in found if row["complete"]] == complete
+    assert [row["problem"].split()[0] for row in json.loads(run("list", "--json").stdout)] == [
+        "8,32,16",
+        "16,32,16",
+        "24,32,16",
+    ]
 
 
 def test_demo_tunes_dispatches_checks_and_explains() -> None:

@@ -122,6 +122,28 @@ def last_of(entry: tuple[int, float, str, str, bool], files: list[list[tuple[int
     return any([e for e in found if e[0] == entry[0]][-1:] == [entry] for found in files)
 
 
+def test_a_file_cannot_say_where_a_session_of_ones_own_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange.socket, "gethostname", lambda: HERE)
+    own, other = TuningStore(), TuningStore()
+    begin(own, "s1", host=HERE)
+    mine = filled(own)
+    begin(other, "s1", host="elsewhere")
+    newer = measurement(median=1.0)
+    other.add_measurement(newer)
+    other.set_decision(decision(PROBLEM, newer, DAYS[2]))
+    exchange.export_jsonl(other, tmp_path / "x.jsonl")
+    exchange.import_file(own, tmp_path / "x.jsonl")
+    kept = own.decision(CPU.key, PROBLEM)
+    assert kept is not None and kept.decided_at == DAYS[2]  # of the same session, so as local: the later one
+    begin(other, "s2", host="elsewhere")
+    foreign = measurement(median=0.5, session="s2")
+    other.add_measurement(foreign)
+    other.set_decision(decision(PROBLEM, foreign, "2028-01-01T00:00:00+00:00"))
+    exchange.export_jsonl(other, tmp_path / "y.jsonl")
+    assert exchange.import_file(own, tmp_path / "y.jsonl").superseded == 0
+    assert own.decision(CPU.key, PROBLEM) == kept != mine
+
+
 def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     exchange.export_jsonl(example(10.0, 11.0), path)
@@ -316,6 +338,32 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StoreError, match="at most 10 bytes"):
         exchange.import_file(store, lines(tmp_path / "large.jsonl"))
     assert sum(store.counts().values()) == 0
+
+
+def test_numbers_and_depths_that_nobody_writes_are_rejected(tmp_path: Path) -> None:
+    exchange.export_jsonl(example(10.0), tmp_path / "x.jsonl")
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    broken = [line.replace('"registers":null', f'"registers":{10**30}') for line in lines]
+    (tmp_path / "x.jsonl").write_text("\n".join([*broken, "[" * 100_000]))
+    report = exchange.import_file(TuningStore(), tmp_path / "x.jsonl")
+    assert sum("registers" in reason for reason in report.rejected) == 2
+    assert "not JSON" in report.rejected[-1]
+    source = TuningStore(tmp_path / "x.db")
+    filled(source)
+    source.write(lambda db: db.execute("UPDATE measurements SET samples_us = ?", ("[" * 200_000,)))
+    source.close()
+    assert exchange.import_file(TuningStore(), tmp_path / "x.db").rejected
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".db"])
+def test_what_cannot_be_read_does_not_keep_the_rest_from_being_exported(tmp_path: Path, suffix: str) -> None:
+    source, path = example(10.0, 11.0), tmp_path / f"x{suffix}"
+    source.write(lambda db: db.execute("UPDATE measurements SET status = 'odd' WHERE m = 8"))
+    write = exchange.export_jsonl if suffix == ".jsonl" else exchange.export_sqlite
+    write(source, path, exchange.Filter(n=16))
+    target = TuningStore()
+    assert exchange.import_file(target, path).rejected == []
+    assert [d.m for d in target.all_of(DecisionRecord)] == [16]
 
 
 def test_a_hostile_database_gives_nothing_but_rejections(tmp_path: Path) -> None:

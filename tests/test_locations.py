@@ -46,6 +46,21 @@ def test_a_file_that_is_not_whole_does_not_leave(memory: fsspec.AbstractFileSyst
     assert not memory.exists("/bucket/x.jsonl")
 
 
+def test_an_upload_that_fails_is_an_error_of_the_store(
+    memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("access denied")
+
+    def upload() -> None:
+        with writable("memory://bucket/x.jsonl") as path:
+            path.write_text("all of it")
+
+    monkeypatch.setattr(type(memory), "put_file", fail)
+    with pytest.raises(StoreError, match="access denied"):
+        upload()
+
+
 def test_what_is_too_large_is_not_read_to_its_end(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe("/bucket/large", b"x" * 3000)
     with pytest.raises(StoreError, match="at most 2000 bytes"), readable("memory://bucket/large", 2000):

@@ -6,6 +6,7 @@ import os
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from autodispatch.problem import Problem
 from autodispatch.selection import Origin, select
 from autodispatch.store import TuningStore
 from autodispatch.variants import Registry
-from tests.stored import CPU, PROBLEM, filled, measurement
+from tests.stored import CPU, PROBLEM, decision, filled, measurement
 
 
 def checkpoint(store: TuningStore) -> None:
@@ -130,21 +131,49 @@ def test_a_read_only_store_is_not_written(tmp_path: Path) -> None:
         store.record_miss(CPU.key, PROBLEM)
 
 
-def test_a_database_in_a_folder_that_cannot_be_written_is_read_without_side_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_side_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that cannot be written (root may write whatever the mode says)."""
+    connect = sqlite3.connect
+
+    class Refusing(sqlite3.Connection):
+        def execute(self, *_: object) -> sqlite3.Cursor:
+            raise sqlite3.OperationalError("unable to open database file")
+
+    def connected(database: object, **options: Any) -> sqlite3.Connection:
+        refuse = "mode=ro" in str(database) and "immutable" not in str(database)
+        return connect(database, **options, **({"factory": Refusing} if refuse else {}))  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+
+
+@pytest.mark.usefixtures("no_side_files")
+def test_a_database_in_a_folder_that_cannot_be_written_is_read_without_side_files(tmp_path: Path) -> None:
     path = tmp_path / "tuning.db"
     writer = TuningStore(path)
     made = filled(writer)
     assert writer.journal_mode == "wal"
+    with pytest.raises(StoreError, match="unable to open"):  # what is in the log must not be passed over
+        TuningStore(path, read_only=True)
     writer.close()
     before = sorted(p.name for p in tmp_path.iterdir())
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write whatever the mode says
     store = TuningStore(path, read_only=True)
     assert store.decision(CPU.key, PROBLEM) == made
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
     store.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_a_database_that_others_write_is_read_as_it_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    writer = TuningStore(path)
+    first = filled(writer)
+    reader = TuningStore(path, read_only=True)
+    assert reader.decision(CPU.key, PROBLEM) == first
+    faster = measurement(median=1.0)
+    writer.add_measurement(faster)
+    writer.set_decision(decision(PROBLEM, faster))
+    found = reader.decision(CPU.key, PROBLEM)
+    assert found is not None and found.leader == faster.id
 
 
 MOUNTS = """22 1 252:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -317,11 +317,20 @@ def test_what_is_measured_beside_others_counts_as_incomplete(
         def foreign_load(self) -> int:
             return 40
 
-    runner = LocalRunner(Shared(CPU))
-    decision = Tuner(store, runner, Registry(registry_of(FakeVariant("any")))).tune(PROBLEM)
-    assert not decision.complete
+    variants = [FakeVariant(f"v{i}", speeds=(20 - i,)) for i in range(10)]
+    slowed = {"v9": lambda: 60.0}  # the fastest by far, when nobody is beside
+    runner = LocalRunner(Shared(CPU, slowed))
+    decision = Tuner(store, runner, Registry(registry_of(*variants))).tune(PROBLEM)
+    assert not decision.complete and leader(store, decision).variant != "v9"
     assert "busy for 40 % of the time" in warnings_logged.text
-    assert tuner(store, FakeVariant("any")).tune(PROBLEM).complete
+    assert {r.reason for r in store.measurements()} == {
+        "measured beside others, who kept the device busy for 40 % of the time"
+    }
+    alone = tuner(store, *variants, times={"v9": lambda: 5.0})
+    again = alone.tune(PROBLEM)
+    assert again.complete and leader(store, again).variant == "v9"
+    assert len(checked(alone)) == 10
+    assert alone.is_tuned(PROBLEM)
 
 
 def test_times_that_change_much_during_the_finals_make_no_complete_decision(
@@ -395,20 +404,39 @@ def test_what_another_process_decided_while_this_one_waited_is_taken(
     waiting = tuner(store, *variants)
     other = tuner(store, *variants)
     wait_for = tuner_module.timing_on
-    monkeypatch.setattr(tuner_module, "now", lambda: "2999-01-01T00:00:00.000000+00:00")
 
     @contextmanager
     def while_another_tunes(uuid: str) -> Iterator[None]:
         monkeypatch.setattr(tuner_module, "timing_on", wait_for)
-        monkeypatch.setattr(tuner_module, "now", lambda: "2999-01-01T00:00:01.000000+00:00")
         other.tune(PROBLEM)
         with wait_for(uuid):
             yield
 
     monkeypatch.setattr(tuner_module, "timing_on", while_another_tunes)
     taken = waiting.tune(PROBLEM)
-    assert taken.decided_at > before.decided_at and taken == store.decision(CPU.key, PROBLEM)
+    assert taken != before and taken == store.decision(CPU.key, PROBLEM)
     assert checked(waiting) == []
+
+
+def test_a_problem_is_tuned_when_the_candidates_of_the_effort_were_tried_with_todays_kernels(
+    store: TuningStore,
+) -> None:
+    many = FakeVariant("many", speeds=tuple(range(10, 40)))
+    subject = tuner(store, many)
+    assert not subject.is_tuned(PROBLEM) and not subject.has_decision(PROBLEM)
+    subject.tune(PROBLEM, budget_s=0.0)
+    assert not subject.is_tuned(PROBLEM) and subject.has_decision(PROBLEM)
+    subject.tune(PROBLEM)
+    assert subject.is_tuned(PROBLEM) and not subject.is_tuned(PROBLEM, "full")
+    subject.tune(PROBLEM, effort="full")
+    assert subject.is_tuned(PROBLEM, "full")
+    assert not tuner(store, FakeVariant("many", speeds=tuple(range(10, 40)), digest="d2")).is_tuned(PROBLEM)
+    assert not tuner(store, many, FakeVariant("new")).is_tuned(PROBLEM)
+
+
+def test_a_tuning_under_the_smallest_budget_comes_to_its_end(store: TuningStore) -> None:
+    variants = [FakeVariant(f"v{i}", speeds=(i + 10,)) for i in range(4)]
+    assert [tuner(store, *variants).tune(PROBLEM, budget_s=0.0).complete for _ in range(4)] == [False] * 3 + [True]
 
 
 def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
