@@ -27,10 +27,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Restriction:
-    """A condition that a config must meet on a device for a problem, and the words for when it does not."""
+    """A condition that a config must meet on a device for a problem, and the words for when it does not.
+
+    `is_fixed` says that `holds` looks at the config alone, so that it need not be asked again for every problem.
+    """
 
     holds: Callable[[Any, Problem, DeviceInfo], bool]
     message: str
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,29 @@ class ConfigSpace:
     axes: Mapping[str, tuple[Any, ...]]
     restrictions: tuple[Restriction, ...] = ()
 
-    @cached_property
-    def _configs(self) -> tuple[Config, ...]:
-        products = itertools.product(*self.axes.values())
-        return tuple(self.config_type(**dict(zip(self.axes, values, strict=True))) for values in products)
-
     def __iter__(self) -> Iterator[Config]:
         """Every combination, legal or not."""
-        return iter(self._configs)
+        return (self.config_type(**values) for values in self._combinations())
+
+    def _combinations(self) -> Iterator[dict[str, Any]]:
+        return (dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values()))
+
+    @cached_property
+    def _sound(self) -> tuple[Config, ...]:
+        """The combinations that meet the fixed restrictions, of which there may be a few among very many."""
+        fixed: list[Callable[..., bool]] = [r.holds for r in self.restrictions if r.is_fixed]
+        probe = object.__new__(self.config_type)  # takes all values in turn: making a config takes longer than asking
+
+        def is_sound(values: dict[str, Any]) -> bool:
+            probe.__dict__.update(values)
+            return all(holds(probe, None, None) for holds in fixed)
+
+        return tuple(self.config_type(**values) for values in self._combinations() if is_sound(values))
 
     def legal(self, problem: Problem, device: DeviceInfo) -> Iterator[Config]:
         """The combinations that meet every restriction."""
-        return (c for c in self if all(r.holds(c, problem, device) for r in self.restrictions))
+        others = [r.holds for r in self.restrictions if not r.is_fixed]
+        return (c for c in self._sound if all(holds(c, problem, device) for holds in others))
 
     def violations(self, config: Config, problem: Problem, device: DeviceInfo) -> list[str]:
         """The messages of the restrictions that the config does not meet; empty if it is legal."""

@@ -125,3 +125,12 @@ def test_hopper_variants_state_what_the_copy_engine_needs() -> None:
     for layout in ("kn", "nk"):
         for candidate in variant.candidates(replace(good, layout=layout), H200):
             assert candidate.config.shared_bytes(layout) <= H200.shared_bytes_per_block  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("device", [T4, H200], ids=lambda d: d.name)
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_asking_fixed_restrictions_once_leaves_the_same_configs(name: str, device: DeviceInfo) -> None:
+    space = VARIANTS[name].space
+    for problem in (Problem(16, 8960, 1536, "float16"), Problem(4096, 512, 1536, "float16", "nk")):
+        asked = [c for c in space if not space.violations(c, problem, device)]
+        assert list(space.legal(problem, device)) == asked

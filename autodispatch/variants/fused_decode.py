@@ -63,7 +63,7 @@ class FusedDecode(Variant):
                 lambda c, p, d: c.tile_m == 64 or p.m <= c.tile_m or p.n <= c.tile_n * d.sm_count,
                 "a tile of all rows, up to 64, unless n alone makes fewer blocks than there are SMs",
             ),
-            Restriction(lambda c, p, d: 4 <= c.warps <= 8, "4 to 8 warps"),
+            Restriction(lambda c, p, d: 4 <= c.warps <= 8, "4 to 8 warps", is_fixed=True),
             Restriction(
                 lambda c, p, d: p.layout == "nk" or c.tile_n in (16, 32, 64),
                 "a tile width that is a power of two of 16 or more for kn",

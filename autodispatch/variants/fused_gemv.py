@@ -50,6 +50,7 @@ class FusedGemv(Variant):
             Restriction(
                 lambda c, p, d: c.tile_m * c.unroll * c.warps < 256,
                 "few enough rows and vectors for the registers",
+                is_fixed=True,
             ),
             Restriction(lambda c, p, d: c.blocks(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
         ),

@@ -77,10 +77,12 @@ class FusedWgmma(Variant):
             Restriction(
                 lambda c, p, d: c.tile_m in (128, 256) if c.cooperative else c.tile_m <= 192,
                 "cooperative tiles of 128 or 256 rows, others of at most 192",
+                is_fixed=True,
             ),
             Restriction(
                 lambda c, p, d: c.cooperative != 1 or c.tile_m == 256 or c.tile_n > 96,
                 "cooperative tiles of several per block over 128 x 96",
+                is_fixed=True,
             ),
             Restriction(
                 lambda c, p, d: c.cooperative != 2 or c.tiles(p) <= d.sm_count, "one tile per block for cooperative 2"

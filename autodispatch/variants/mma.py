@@ -128,8 +128,10 @@ def config_space(
 ) -> ConfigSpace:
     """The space of a kernel that computes `products` products per block."""
 
-    def restriction(message: str) -> Callable[[Callable[[MmaConfig, Problem, DeviceInfo], bool]], Restriction]:
-        return lambda holds: Restriction(holds, message)
+    def restriction(
+        message: str, *, is_fixed: bool = False
+    ) -> Callable[[Callable[[MmaConfig, Problem, DeviceInfo], bool]], Restriction]:
+        return lambda holds: Restriction(holds, message, is_fixed)
 
     return ConfigSpace(
         config_type,
@@ -144,7 +146,7 @@ def config_space(
             **axes,
         },
         (
-            restriction("a tile that its warps share in whole fragments")(
+            restriction("a tile that its warps share in whole fragments", is_fixed=True)(
                 lambda c, p, d: (c.tile_m, products * c.tile_n, c.warps_m, c.warps_n) in _SHAPES
             ),
             restriction("4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles; before 8.0 two of 64")(

@@ -76,6 +76,7 @@ def _space(products: int) -> ConfigSpace:
             Restriction(
                 lambda c, p, d: (c.tile_m, products * c.tile_n, c.thread_m, products * c.thread_n) in _SHAPES,
                 "a tile that its threads share evenly",
+                is_fixed=True,
             ),
             Restriction(
                 lambda c, p, d: c.shared_bytes(products) <= _STATIC_SHARED_BYTES, "48 KB of static shared memory"
