@@ -266,6 +266,9 @@ def bench(
     math: Math = "exact",
     precision: Precision = "ieee",
     alignment: Alignment = None,
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="Only this one and the library; may be repeated.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every legal candidate, not only the likely winners.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
     device: Device = "auto",
@@ -280,6 +283,12 @@ def bench(
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     registry = Registry()
+    if variant:
+        unknown = sorted(set(variant) - set(registry.variants))
+        if unknown:
+            known = ", ".join(registry.variants)
+            raise typer.BadParameter(f"must be one of {known} (got {', '.join(unknown)})", param_hint="--variant")
+        registry = Registry({n: v for n, v in registry.variants.items() if n in variant or v.is_library})
     tuner = Tuner(TuningStore(), LocalRunner(workbench(chosen)), registry)
     found: list[dict[str, Any]] = []
     for problem in problems:

@@ -82,6 +82,14 @@ def test_bench_times_all_against_all_and_stores_nothing(tmp_path: Path) -> None:
     assert json.loads(run("list", "--json").stdout) == []
 
 
+def test_bench_of_some_variants_has_the_library_beside_them() -> None:
+    printed = json.loads(run("bench", "8,32,16", *CPU, "--rounds", "1", "--variant", "cpu_fused", "--json").stdout)
+    assert {r["variant"] for r in printed["surveys"][0]["results"]} == {"cpu_fused", "cpu_split"}
+    printed = json.loads(run("bench", "8,32,16", *CPU, "--rounds", "1", "--variant", "cpu_split", "--json").stdout)
+    assert {r["variant"] for r in printed["surveys"][0]["results"]} == {"cpu_split"}
+    assert "cpu_fused" in run("bench", "8,32,16", *CPU, "--variant", "nobody", expect=2).output
+
+
 @pytest.mark.parametrize("name", ["x.jsonl", "x.db"])
 def test_export_and_import_carry_the_records(tmp_path: Path, name: str) -> None:
     tuned("8,32,16")
