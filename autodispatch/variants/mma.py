@@ -72,7 +72,7 @@ class MmaConfig(Config):
         staged = 0
         if device.compute_capability < (8, 0):
             staged = (self.tile_m + products * self.tile_n) * self.tile_k // self.threads
-        other = _OTHER_REGISTERS + (16 if device.compute_capability >= (10, 0) else 0)
+        other = _OTHER_REGISTERS + (24 if device.compute_capability >= (10, 0) else 0)
         return accumulators + fragments + places + staged + other
 
     def tiles(self, problem: Problem) -> int:
