@@ -94,13 +94,14 @@ def select(store: TuningStore, chosen: Filter = ALL) -> list[Record]:
         measurements = [m for m in measurements if m.id in wanted]
     present = {m.id for m in measurements}
     decisions = [d for d in decisions if present.issuperset(d.finalists)]  # but for rows that cannot be read
-    if chosen != Filter(device_key):
+    is_whole = chosen == Filter(device_key)
+    if not is_whole:
         used = {r.session_id for r in (*measurements, *decisions)}
         sessions = [s for s in sessions if s.id in used]
     environments = {s.environment_id for s in sessions}
     devices = {s.device_key for s in sessions}
     return [
-        *(d for d in store.all_of(DeviceRecord, device_key) if chosen == Filter(device_key) or d.key in devices),
+        *(d for d in store.all_of(DeviceRecord, device_key) if is_whole or d.key in devices),
         *(e for e in store.all_of(EnvironmentRecord) if e.id in environments),
         *sessions,
         *measurements,

@@ -47,10 +47,14 @@ def progress_bar(console: Console, quiet: bool = False) -> Iterator[Callable[[Pr
             if median is not None:
                 best[problem] = min(median, best.get(problem, median))
             text = f"best {best[problem]:.1f} us" if problem in best else ""
-            shown = {"best": text, "candidate": str(progress.candidate or "")}
-            description = f"{problem} {progress.stage}"
-            bar.update(tasks[problem], description=description, completed=progress.done, total=progress.total)
-            bar.tasks[bar.task_ids.index(tasks[problem])].fields.update(shown)
+            bar.update(
+                tasks[problem],
+                description=f"{problem} {progress.stage}",
+                completed=progress.done,
+                total=progress.total,
+                best=text,
+                candidate=str(progress.candidate or ""),
+            )
             if progress.stage == "finals" and progress.done == progress.total:
                 bar.remove_task(tasks.pop(problem))
 

@@ -109,7 +109,7 @@ def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers:
                 found.append(f"records of {other.key} ({', '.join(differ)}) are not for this {device.key}")
             for decision in (*store.decisions(device.key, problem), *_near(store, device.key, problem)):
                 record = store.measurement(decision.leader)
-                reason = why_not(record, problem, device, registry) if record is not None else ""
+                reason = _examined(record, problem, device, registry)[1] if record is not None else ""
                 if reason:
                     found.append(f"of the decision for m = {decision.m} {reason}")
         except StoreError as cause:
@@ -123,8 +123,10 @@ def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers
         found = []
         for order, (name, store) in enumerate(layers):
             try:
-                is_exact = origin is Origin.TUNED
-                decisions = store.decisions(device.key, problem) if is_exact else _near(store, device.key, problem)
+                if origin is Origin.TUNED:
+                    decisions = store.decisions(device.key, problem)
+                else:
+                    decisions = _near(store, device.key, problem)
             except StoreError as cause:
                 _log.warning("%s; it is left out of this look-up", cause)
                 continue
@@ -148,22 +150,24 @@ def stored_candidate(
     record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry
 ) -> Candidate | None:
     """The candidate of a record, or None if this version's code is not what was measured, or not legal here."""
-    reason = why_not(record, problem, device, registry)
+    candidate, reason = _examined(record, problem, device, registry)
     if reason:
         _log.debug("a record is not used: of %s %s", record.id, reason)
         return None
-    return registry.parse(record.variant, record.config)
+    return candidate
 
 
-def why_not(record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry) -> str:
-    """What of a record's candidate does not fit this version's code or the problem; empty if all does."""
+def _examined(
+    record: MeasurementRecord, problem: Problem, device: DeviceInfo, registry: Registry
+) -> tuple[Candidate | None, str]:
+    """A record's candidate, and what of it does not fit this version's code or the problem; empty if all does."""
     try:
         candidate = registry.parse(record.variant, record.config)
     except ValueError as cause:
-        return f"the candidate is not known ({cause})"
+        return None, f"the candidate is not known ({cause})"
     if candidate.variant.digest != record.digest:
-        return f"the kernels of {record.variant} have changed since it was tuned"
-    return "; ".join(f"{record.variant} requires {v}" for v in candidate.violations(problem, device))
+        return candidate, f"the kernels of {record.variant} have changed since it was tuned"
+    return candidate, "; ".join(f"{record.variant} requires {v}" for v in candidate.violations(problem, device))
 
 
 def _standing(decision: DecisionRecord) -> str:

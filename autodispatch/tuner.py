@@ -116,9 +116,9 @@ class Tuner:
         deadline = None if budget_s is None else time.monotonic() + budget_s
         candidates = self.shortlist(problem, effort)
         self.spent.clear()
-        before = self._store.decision(self._device.key, problem, self._runner.regime)
+        before = self._decision(problem)
         with timing_on(self._device.uuid):  # another process may have tuned it while this one waited
-            decision = self._store.decision(self._device.key, problem, self._runner.regime)
+            decision = self._decision(problem)
             if decision is not None and decision != before and self.is_tuned(problem, effort):
                 return decision
             incumbent = self._incumbent(problem)
@@ -131,7 +131,7 @@ class Tuner:
 
     def is_tuned(self, problem: Problem, effort: str = "quick") -> bool:
         """Whether a complete decision is there and all candidates of the effort were tried with today's kernels."""
-        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        decision = self._decision(problem)
         leader = self._store.measurement(decision.leader) if decision is not None and decision.complete else None
         if leader is None or stored_candidate(leader, problem, self._device, self._registry) is None:
             return False
@@ -140,7 +140,10 @@ class Tuner:
 
     def has_decision(self, problem: Problem) -> bool:
         """Whether something was decided, though it may be incomplete, or of older kernels."""
-        return self._store.decision(self._device.key, problem, self._runner.regime) is not None
+        return self._decision(problem) is not None
+
+    def _decision(self, problem: Problem) -> DecisionRecord | None:
+        return self._store.decision(self._device.key, problem, self._runner.regime)
 
     def retime(self, problem: Problem, candidates: Sequence[Candidate]) -> DecisionRecord:
         """Measures some candidates, of which the first is in place, and stores the decision between them as incomplete.
@@ -210,7 +213,7 @@ class Tuner:
     def _known(self, problem: Problem, candidates: Sequence[Candidate]) -> dict[Candidate, Result]:
         """What need not be measured again: how a candidate failed with the same kernels and versions, and, where an
         earlier tuning did not come to its end, what it had measured with nobody beside."""
-        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        decision = self._decision(problem)
         since = decision.decided_at if decision is not None and decision.complete else ""
         environment_id = self._environment().id
         records = self._store.screened(self._device.key, problem, self._runner.regime, environment_id, PROTOCOL_VERSION)
@@ -328,7 +331,7 @@ class Tuner:
 
     def _incumbent(self, problem: Problem) -> Candidate | None:
         """The candidate that an earlier tuning decided on, if it can still serve."""
-        decision = self._store.decision(self._device.key, problem, self._runner.regime)
+        decision = self._decision(problem)
         record = self._store.measurement(decision.leader) if decision else None
         try:
             candidate = self._registry.parse(record.variant, record.config) if record else None

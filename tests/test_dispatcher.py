@@ -231,8 +231,8 @@ def test_options_are_checked_and_named(dispatcher: Dispatcher) -> None:
         dispatcher.run(a, b1, b2, candidate="fused_mma")
 
 
-def test_threads_share_a_dispatcher(dispatcher: Dispatcher) -> None:
-    cases = [arguments(8 + i % 4) for i in range(16)]
+def assert_right_in_threads(dispatcher: Dispatcher, cases: list[Any]) -> None:
+    """Runs the cases in eight threads that begin at once, and checks the results."""
     results: list[Any] = [None] * len(cases)
     barrier = threading.Barrier(8)
 
@@ -250,6 +250,11 @@ def test_threads_share_a_dispatcher(dispatcher: Dispatcher) -> None:
         assert_right(result, *case)
 
 
+def test_threads_share_a_dispatcher(dispatcher: Dispatcher) -> None:
+    cases = [arguments(8 + i % 4) for i in range(16)]
+    assert_right_in_threads(dispatcher, cases)
+
+
 def test_threads_that_meet_a_new_problem_tune_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned: list[Problem] = []
     timing = threading.Lock()
@@ -264,20 +269,7 @@ def test_threads_that_meet_a_new_problem_tune_it_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Tuner, "tune", tune)
     d = Dispatcher(Settings(tmp_path / "t.db", mode="tune"))
     for cases in ([arguments(8)] * 8, [arguments(16 + i) for i in range(8)]):
-        results: list[Any] = [None] * 8
-        barrier = threading.Barrier(8)
-
-        def work(i: int, cases: Any = cases, results: Any = results, barrier: Any = barrier) -> None:
-            barrier.wait()
-            results[i] = d.run(*cases[i])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for case, result in zip(cases, results, strict=True):
-            assert_right(result, *case)
+        assert_right_in_threads(d, cases)
     assert len(tuned) == len(set(tuned)) == 9
 
 
