@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,51 @@ def test_paths_with_blanks_and_other_alphabets(tmp_path: Path) -> None:
     home.mkdir()
     found = second_process("8,8,8", HOME=str(home), TMPDIR=str(home), AUTODISPATCH_DB=str(home / "tuning.db"))
     assert found["value"] == pytest.approx(64, rel=1e-2)
+
+
+TOGETHER = """
+import sys, time
+from pathlib import Path
+from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.device import cuda_device
+from autodispatch.launch import LaunchConfig, pointer
+from autodispatch.source import parse
+import cupy
+
+value, ready, go = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+body = f"template <int Unused>\\n__global__ void answer(int* out) {{ out[0] = {value}; }}"
+device, out = cuda_device(0), cupy.zeros(1, "int32")
+ready.touch()
+while not go.exists():
+    time.sleep(0.001)
+kernel = compile_kernel(KernelSpec(parse("answer", body), (("Unused", 3),)), device)
+kernel(LaunchConfig((1, 1), 1), (pointer(out.data.ptr),), None)
+print(int(out[0]))
+"""
+
+
+@pytest.mark.parametrize("values", [[7] * 8, [7, 8] * 4], ids=["one kernel", "two kernels of one name"])
+def test_processes_that_compile_at_the_same_moment_get_their_own_kernel(tmp_path: Path, values: list[int]) -> None:
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "kernels")}
+    go = tmp_path / "go"
+    for _ in ("an empty cache", "a full one"):
+        ready = [tmp_path / f"ready {i}" for i in range(len(values))]
+        scripts = [
+            [sys.executable, "-c", TOGETHER, str(v), str(r), str(go)] for v, r in zip(values, ready, strict=True)
+        ]
+        processes = [
+            subprocess.Popen(s, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for s in scripts
+        ]
+        deadline = time.monotonic() + 120
+        while not all(r.exists() for r in ready) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        go.touch()
+        results = [p.communicate(timeout=120) for p in processes]
+        assert [p.returncode for p in processes] == [0] * len(values), [stderr for _, stderr in results]
+        assert [int(stdout) for stdout, _ in results] == values
+        for path in (go, *ready):
+            path.unlink()
 
 
 WGMMA = """
