@@ -137,8 +137,12 @@ def uuid_text(raw: bytes) -> str:
 @lru_cache(maxsize=1)
 def cpu_device() -> DeviceInfo:
     """This machine's processor; its cores stand for SMs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return DeviceInfo(kind="cpu", name=_processor_name(), sm_count=cores, memory_bytes=_memory_bytes())
+    return DeviceInfo(kind="cpu", name=_processor_name(), sm_count=usable_cores(), memory_bytes=_memory_bytes())
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may use, which can be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cuda_count() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from autodispatch.benchmark import CudaWorkbench
-from autodispatch.device import DeviceInfo
+from autodispatch.device import DeviceInfo, usable_cores
 from autodispatch.launch import round_up
 from autodispatch.problem import ACTIVATIONS, Problem
 from autodispatch.variants import VARIANTS, Candidate
@@ -64,7 +63,7 @@ def test_every_config_is_right_on_sizes_around_its_tile(
         builds.append((candidate, legal[0]))
         for problem in legal:
             jobs.setdefault(problem, []).append(candidate)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(lambda b: b[0].executable(b[1], device), builds))
     for problem, chosen in jobs.items():
         bench.load(problem, copies=0)
