@@ -238,7 +238,7 @@ class CudaWorkbench(Workbench):
             self._stream.synchronize()
             behind = _GUARD_BYTES + executable.workspace_bytes
             for guard in (scratch[:_GUARD_BYTES], scratch[behind : behind + _GUARD_BYTES]):
-                if not bool((guard == 0xFF).all()):
+                if not bool((guard.get() == 0xFF).all()):
                     return Check("out_of_bounds", "bytes around the workspace were written")
             return checker.verdict()
 

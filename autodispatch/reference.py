@@ -9,21 +9,26 @@ tensor cores truncate. The error of the gate passes through the activation with 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autodispatch.activations import ACTIVATIONS, MAX_ERROR, MAX_ERROR_EXACT_FLOAT, MAX_SLOPE
 from autodispatch.arrays import Family, family_of, operands, settle
+from autodispatch.compiler import KernelSpec, compile_kernel
 from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.errors import UnsupportedProblemError
-from autodispatch.launch import round_up
+from autodispatch.launch import LaunchConfig, pointer, round_up, size
 from autodispatch.problem import ITEM_BYTES, Operands, Problem
+from autodispatch.source import load
+from autodispatch.variants.base import KERNEL_TYPES
 
 # half the distance between neighbouring values near 1, and half the smallest subnormal (fp32 results are flushed)
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
 _PRODUCT = 2.0**-22  # of activation and up projection, in fp32
+_WRITTEN = "bytes around the output were written"
+_THREADS, _BLOCKS_PER_SM = 256, 4  # of kernels/compare.cu
 _MAX_CHECKED = 1 << 28  # outputs; of a larger result, rows at both ends and between are checked
 
 
@@ -128,9 +133,27 @@ def reference(a: Any, b1: Any, b2: Any, problem: Problem) -> tuple[Any, Any]:
     return expected, tolerance
 
 
+class _Tally(NamedTuple):
+    """What a comparison counted; `first` is the flat index of the first wrong element, sums are over finite pairs."""
+
+    touched: float  # guard elements that were written
+    wrong: float
+    first: float
+    finite: float
+    squares: float  # of the reference
+    off_squares: float  # of the differences
+    most_off: float
+
+    def errors(self) -> tuple[float, float]:
+        """The relative and the maximum error, see Check."""
+        norm = self.squares**0.5
+        relative = self.off_squares**0.5 / norm if norm > 0 else 0.0
+        return relative, self.most_off / (norm / max(1.0, self.finite) ** 0.5) if norm > 0 else 0.0
+
+
 def compare(xp: Any, actual: Any, expected: Any, tolerance: Any, dtype: str) -> Check:
     """Checks a decoded result against the reference: NaN exactly where it has NaN, overflow to the same infinity, all
-    else within the tolerance."""
+    else within the tolerance. kernels/compare.cu does the same in one pass."""
     largest = float(np.finfo(np.float16).max) if dtype == "float16" else float(np.finfo(np.float32).max)
     with np.errstate(all="ignore"):
         difference = abs(actual - expected)
@@ -146,23 +169,27 @@ def compare(xp: Any, actual: Any, expected: Any, tolerance: Any, dtype: str) -> 
         near = xp.isfinite(expected) & xp.isfinite(tolerance) & (difference <= tolerance)
         # where an infinite term leaves no tolerance but the value is finite, it is an exact one
         exact = xp.isfinite(expected) & ~xp.isfinite(tolerance) & (actual == expected)
-        right = near | exact | same_infinity | overflow | both_nan
+        wrong = ~(near | exact | same_infinity | overflow | both_nan)
         finite = xp.isfinite(actual) & xp.isfinite(expected)
-        norm = float(xp.sqrt(xp.sum(xp.where(finite, expected, 0.0) ** 2)))
-        wrong = int(xp.count_nonzero(~right))
         off = xp.where(finite, difference, 0.0)
-        relative = float(xp.sqrt(xp.sum(off**2))) / norm if norm > 0 else 0.0
-        rms = norm / max(1.0, float(xp.count_nonzero(finite))) ** 0.5
-        worst = float(off.max()) / rms if rms > 0 else 0.0
-    if wrong:
-        row, column = (int(i[0]) for i in xp.nonzero(~right))
-        reason = (
-            f"{wrong} of {actual.size} elements are outside the tolerance; the first at ({row}, {column}): expected "
-            f"{float(expected[row, column]):.6g} +- {float(tolerance[row, column]):.2g} "
-            f"(got {float(actual[row, column]):.6g})"
-        )
-        return Check("wrong_result", reason, relative, worst)
-    return Check("ok", "", relative, worst)
+        squares = xp.sum(xp.where(finite, expected, 0.0) ** 2)
+        counts = (xp.count_nonzero(wrong), wrong.argmax(), xp.count_nonzero(finite), squares, xp.sum(off**2), off.max())
+    return _verdict(_Tally(0.0, *map(float, counts)), actual, expected, tolerance)
+
+
+def _verdict(tally: _Tally, actual: Any, expected: Any, tolerance: Any) -> Check:
+    """The check that a tally amounts to."""
+    if tally.touched:
+        return Check("out_of_bounds", _WRITTEN)
+    if not tally.wrong:
+        return Check("ok", "", *tally.errors())
+    row, column = divmod(int(tally.first), expected.shape[1])
+    reason = (
+        f"{tally.wrong:.0f} of {expected.size} elements are outside the tolerance; the first at ({row}, {column}): "
+        f"expected {float(expected[row, column]):.6g} +- {float(tolerance[row, column]):.2g} "
+        f"(got {float(actual[row, column]):.6g})"
+    )
+    return Check("wrong_result", reason, *tally.errors())
 
 
 class GuardedOutput:
@@ -174,24 +201,24 @@ class GuardedOutput:
     def __init__(self, xp: Any, problem: Problem) -> None:
         item = ITEM_BYTES[problem.dtype]
         offset = 0 if problem.alignment == 16 else problem.alignment // item
-        self._row = round_up(problem.n + self.GUARD, 16 // item) + offset
-        self._start = self.GUARD + offset
+        self.stride = round_up(problem.n + self.GUARD, 16 // item) + offset
+        self.start = self.GUARD + offset
         self._shape = (problem.m, problem.n)
-        self._bytes = xp.full((2 * self.GUARD + problem.m * self._row + offset) * item, 0xFF, np.uint8)
-        self._flat = self._bytes.view(dtype_of(problem.dtype))
-        body = self._flat[self._start : self._start + problem.m * self._row]
-        self.array = body.reshape(problem.m, self._row)[:, : problem.n]
+        self._bytes = xp.full((2 * self.GUARD + problem.m * self.stride + offset) * item, 0xFF, np.uint8)
+        self.buffer = self._bytes.view(dtype_of(problem.dtype))
+        body = self.buffer[self.start : self.start + problem.m * self.stride]
+        self.array = body.reshape(problem.m, self.stride)[:, : problem.n]
 
     def poison(self) -> None:
         self._bytes.fill(0xFF)
 
     def intact(self, xp: Any) -> bool:
         """Whether nothing outside the output was written."""
-        unsigned = self._flat.view(np.uint16 if self._flat.itemsize == 2 else np.uint32)
+        unsigned = self.buffer.view(np.uint16 if self.buffer.itemsize == 2 else np.uint32)
         m, n = self._shape
-        body = unsigned[self._start : self._start + m * self._row].reshape(m, self._row)
+        body = unsigned[self.start : self.start + m * self.stride].reshape(m, self.stride)
         untouched = np.array(-1, np.int64).astype(unsigned.dtype)
-        parts = (unsigned[: self._start], unsigned[self._start + m * self._row :], body[:, n:])
+        parts = (unsigned[: self.start], unsigned[self.start + m * self.stride :], body[:, n:])
         return all(bool((part == untouched).all()) for part in parts)
 
 
@@ -210,6 +237,9 @@ class Checker:
             parts = [reference(self.inputs.a[r], self.inputs.b1, self.inputs.b2, problem) for r in self._rows]
             self._expected = self.xp.concatenate([p[0] for p in parts])
             self._tolerance = self.xp.concatenate([p[1] for p in parts])
+            slots = np.full(problem.m, -1, np.int32)  # of a row, which one of the checked rows it is
+            slots[np.r_[tuple(self._rows)]] = np.arange(len(self._expected))
+            self._slots = self.xp.asarray(slots)
 
     def _checked_rows(self) -> list[slice]:
         m, n = self.problem.m, self.problem.n
@@ -230,11 +260,30 @@ class Checker:
 
     def verdict(self) -> Check:
         """Compares what a candidate left in the output."""
-        with on_device(self.device.index):
-            if not self.output.intact(self.xp):
-                return Check("out_of_bounds", "bytes around the output were written")
-            actual = self.xp.concatenate([decode(self.output.array[r]) for r in self._rows])
-            return compare(self.xp, actual, self._expected, self._tolerance, self.problem.dtype)
+        if self.device.kind == "cuda":
+            with on_device(self.device.index):
+                tally = self._tally()
+                return _verdict(tally, self._actual() if tally.wrong else None, self._expected, self._tolerance)
+        if not self.output.intact(self.xp):
+            return Check("out_of_bounds", _WRITTEN)
+        return compare(self.xp, self._actual(), self._expected, self._tolerance, self.problem.dtype)
+
+    def _actual(self) -> Any:
+        return self.xp.concatenate([decode(self.output.array[r]) for r in self._rows])
+
+    def _tally(self) -> _Tally:
+        """By one kernel, since each of the array operations would be compiled by itself on a machine that is new."""
+        xp, output, (m, n) = self.xp, self.output, self.output.array.shape
+        kernel = compile_kernel(KernelSpec(load("compare"), (("T", KERNEL_TYPES[self.problem.dtype]),)), self.device)
+        blocks = min(m + 2, _BLOCKS_PER_SM * self.device.sm_count)
+        tallies = xp.empty((blocks, len(_Tally._fields)))
+        sizes = (size(x) for x in (output.buffer.size, output.start, output.stride, m, n))
+        others = (pointer(x.data.ptr) for x in (self._slots, self._expected, self._tolerance, tallies))
+        kernel(LaunchConfig((blocks, 1), _THREADS), (pointer(output.buffer.data.ptr), *sizes, *others), None)
+        found = tallies.get()
+        first, most_off = found[:, 2].min(), found[:, 6].max()
+        touched, wrong, _, finite, squares, off_squares, _ = found.sum(0)
+        return _Tally(touched, wrong, first, finite, squares, off_squares, most_off)
 
 
 def bind(family: Family, inputs: Inputs, out: Any) -> Operands:

@@ -14,6 +14,7 @@ from autodispatch.problem import ACTIVATIONS, Problem
 from autodispatch.source import load, parse
 from autodispatch.variants import VARIANTS
 from autodispatch.variants.activation_product import activation_product_spec
+from autodispatch.variants.base import KERNEL_TYPES
 from tests.fakes import A100, GPUS
 
 BASE = Problem(4096, 4096, 4096, "float32", precision="tf32")
@@ -88,6 +89,11 @@ def test_the_activation_product_builds_in_every_form(device: DeviceInfo) -> None
         for partials in (2, 4, 8)
     }
     assert_builds_cleanly(sorted(found | activations | shares, key=lambda s: s.expression), device)
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
+def test_the_check_builds_for_every_type(device: DeviceInfo) -> None:
+    assert_builds_cleanly([KernelSpec(load("compare"), (("T", t),)) for t in KERNEL_TYPES.values()], device)
 
 
 def test_a_failed_build_carries_expression_options_and_log() -> None:

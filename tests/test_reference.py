@@ -126,13 +126,13 @@ def test_a_write_outside_the_output_is_found(where: str) -> None:
     checker = Checker(problem, CPU)
     checker.poison()
     checker.output.array[...] = checker._expected.astype(np.float16)
-    flat = checker.output._flat
+    flat = checker.output.buffer
     if where == "before":
-        flat[checker.output._start - 1] = 0
+        flat[checker.output.start - 1] = 0
     elif where == "after":
         flat[-1] = 0
     elif where == "beside":
-        flat[checker.output._start + 12] = 0
+        flat[checker.output.start + 12] = 0
     assert checker.verdict().status == ("ok" if where == "none" else "out_of_bounds")
 
 
