@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from autodispatch import maintenance, report
+from autodispatch import maintenance, report, studies
 from autodispatch.benchmark import workbench
 from autodispatch.compiler import nvrtc_file
 from autodispatch.device import cuda_devices, environment
@@ -67,6 +67,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(maintenance.app)
+app.add_typer(studies.app)
 
 
 @app.command()

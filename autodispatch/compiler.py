@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autodispatch.device import DeviceInfo, import_cupy, on_device
+from autodispatch.driver import PackedLaunch
 from autodispatch.errors import CompileError
 from autodispatch.launch import LaunchConfig
 from autodispatch.settings import keep_kernels_in_memory
@@ -69,6 +70,10 @@ class CompiledKernel:
             (*launch.grid, 1), (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes, stream=stream
         )
 
+    def pack(self, launch: LaunchConfig, arguments: tuple[Any, ...], stream: int) -> PackedLaunch:
+        """The same launch, ready to be repeated on a stream."""
+        return PackedLaunch(self.function.kernel.ptr, launch, arguments, stream)
+
 
 def architecture(compute_capability: tuple[int, int]) -> str:
     return "sm_{}{}".format(*compute_capability)
@@ -91,6 +96,11 @@ def compile_kernel(spec: KernelSpec, device: DeviceInfo, shared_bytes: int = 0) 
         with _kernels_lock:
             kernel = _kernels.setdefault(key, kernel)
     return kernel
+
+
+def number_of_kernels() -> int:
+    """How many kernels this process has built, or taken from the cache on disk, so far."""
+    return len(_kernels)
 
 
 def _build(spec: KernelSpec, device: DeviceInfo, shared_bytes: int) -> CompiledKernel:

@@ -238,6 +238,10 @@ class TuningDatabase:
 
         return self._run(within)
 
+    def version(self) -> int:
+        """A number that changes when another connection, of whatever process, has written. Raises StoreError."""
+        return int(self._run(lambda db: db.execute("PRAGMA data_version").fetchone()[0]))
+
     def close(self) -> None:
         with self._lock:
             self._db.conn.close()

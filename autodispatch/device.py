@@ -86,8 +86,26 @@ def mig_profile(name: str) -> str:
 
 
 def cuda_device(index: int) -> DeviceInfo:
-    """The CUDA device of this index, as CUDA itself reports it. Raises DeviceError."""
+    """The CUDA device of this index, as CUDA itself reports it. Raises DeviceError, also in a process that was forked
+    from one that used CUDA."""
+    if _is_forked:
+        raise DeviceError(
+            "CUDA must be started after a fork (got a process that was forked from one that had used it); start "
+            "processes with multiprocessing's method 'spawn' or 'forkserver'"
+        )
     return _cuda_device(index)
+
+
+_is_forked = False
+
+
+def _after_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or _cuda_device.cache_info().currsize > 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @cache

@@ -6,16 +6,18 @@ key, in `_plan`.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from autodispatch import arrays, exchange, explanation, resources
+from autodispatch import arrays, driver, exchange, explanation, resources
 from autodispatch.arrays import CupyFamily, Family, Settlement, describe, family_of
+from autodispatch.counters import Counters
 from autodispatch.device import (
     DeviceInfo,
     cpu_device,
@@ -25,20 +27,15 @@ from autodispatch.device import (
     on_device,
     warn_of_two_cupys,
 )
-from autodispatch.errors import (
-    AutodispatchError,
-    CompileError,
-    DeviceError,
-    LaunchError,
-    StoreError,
-    UnsupportedProblemError,
-)
+from autodispatch.driver import PackedLaunch
+from autodispatch.errors import LaunchError, UnsupportedProblemError
 from autodispatch.explanation import Explanation
 from autodispatch.layers import Layers
+from autodispatch.planning import Planner, Ready
 from autodispatch.problem import Matrix, Problem, check_overlap
-from autodispatch.selection import Origin, Selection, selections
+from autodispatch.quick import MAX_LAUNCHES, Key, Quick, QuickLaunch, quick_for
+from autodispatch.selection import Selection
 from autodispatch.settings import Settings
-from autodispatch.store import TuningStore
 from autodispatch.variants import Call, Candidate, Executable, Registry
 
 if TYPE_CHECKING:
@@ -49,13 +46,12 @@ _log = logging.getLogger("autodispatch")
 
 @dataclass(frozen=True)
 class _Plan:
-    """A key's bound launch. `executable` is None where there is nothing to compute."""
+    """How calls with one key are made. `ready` is None where there is nothing to compute."""
 
     problem: Problem
     settlement: Settlement
     device: DeviceInfo
-    selection: Selection | None
-    executable: Executable | None
+    ready: Ready | None
     out_is_copied: bool
 
 
@@ -72,11 +68,17 @@ class Dispatcher:
         self._settings = settings
         self._registry = registry or Registry()
         self._layers = layers
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._missed: set[tuple[Any, ...]] = set()
-        self._tuned: set[tuple[str, Problem]] = set()
         self._captured: list[Any] = []
-        self._listener: Callable[[Progress], None] | None = None
+        self._forget()
+        _all.add(self)
+
+    def _forget(self) -> None:
+        """As new; in a process that was forked, where another thread may have held the lock."""
+        self._planner: Planner | None = None
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._quick: dict[type, Quick] = {}
+        self._launches: dict[Key, QuickLaunch] = {}
+        self._shapes: dict[Key, tuple[int, int]] = {}
         self._lock = threading.RLock()
 
     @property
@@ -94,6 +96,15 @@ class Dispatcher:
                 self._layers = Layers.open(s.database, s.read_only_databases, exchange.load_seeds(resources.seeds()))
             return self._layers
 
+    @property
+    def planner(self) -> Planner:
+        """What makes problems ready, begun at first use."""
+        with self._lock:
+            if self._planner is None:
+                self.settings.start_log()
+                self._planner = Planner(self.settings, self._registry, lambda: self.layers, self._launches.clear)
+            return self._planner
+
     def run(
         self,
         a: Any,
@@ -104,6 +115,7 @@ class Dispatcher:
         activation: str = "silu",
         math: str = "exact",
         precision: str | None = None,
+        max_error: float | None = None,
         candidate: Candidate | str | None = None,
     ) -> Any:
         """Computes out = activation(a @ b1) * (a @ b2).
@@ -117,6 +129,8 @@ class Dispatcher:
             math: `exact` rounds once, at the store; `fast` also allows bfloat16 intermediates for bfloat16 data, and
                 for float32 the approximation of the activation that 16-bit results have anyway.
             precision: for float32, `ieee` (the default) or `tf32`.
+            max_error: choose the fastest of the candidates whose largest error, over the root mean square of the
+                result, was at most this when they were tuned.
             candidate: use this one, by name of the variant or as a Candidate, instead of choosing.
 
         Returns:
@@ -124,21 +138,103 @@ class Dispatcher:
 
         Raises:
             TypeError, ValueError: for an argument that does not fit; nothing has been launched then.
-            UnsupportedProblemError: if no candidate, or not the one named, can serve the problem.
+            UnsupportedProblemError: if no candidate, or not the one named, can serve the problem, or none is known to
+                keep `max_error`.
+            NotTunedError: for a problem that was not tuned, where AUTODISPATCH_STRICT is set.
             MemoryError: if a named candidate's scratch memory cannot be had; without a name another one serves.
             CompileError, DeviceError, LaunchError.
         """
+        quick = self._quick.get(type(a))
+        key: Key = None
+        if quick is not None:
+            try:
+                key = quick.key(a, b1, b2, out, activation, math, precision, max_error, candidate)
+            except AttributeError:  # arrays of several kinds, which the long way refuses
+                key = None
+            launch = self._launches.get(key)
+            if launch is not None:
+                dtype = launch.dtype
+                if (
+                    a.dtype is dtype
+                    and b1.dtype is dtype
+                    and b2.dtype is dtype
+                    and out.dtype is dtype
+                    and launch.launch(launch.configuration, launch.function, launch.parameters, None) == 0
+                ):
+                    launch.ready.calls += 1
+                    return out
+            elif out is None and key in self._shapes:
+                return self.run(
+                    a,
+                    b1,
+                    b2,
+                    out=quick.empty(a, self._shapes[key]),
+                    activation=activation,
+                    math=math,
+                    precision=precision,
+                    max_error=max_error,
+                    candidate=candidate,
+                )
+        return self._run(a, b1, b2, out, activation, math, precision, max_error, candidate)
+
+    def _run(self, a: Any, b1: Any, b2: Any, out: Any, *options: Any) -> Any:
+        """The long way, and what makes the next call with these arrays a short one."""
         family = family_of(a)
         ma, mb1, mb2 = family.matrix("a", a), family.matrix("b1", b1), family.matrix("b2", b2)
         mo = None if out is None else family.matrix("out", out)
         if mo is not None:
             check_overlap(mo, (("a", ma), ("b1", mb1), ("b2", mb2)))
-        key = (family.name, ma.key, mb1.key, mb2.key, mo and mo.key, activation, math, precision, candidate)
+        key = (family.name, ma.key, mb1.key, mb2.key, mo and mo.key, *options)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(key, family, (ma, mb1, mb2, mo), activation, math, precision, candidate)
-        result = self._launch(plan, family, ma, mb1, mb2, mo)
+            plan = self._plan(key, family, (ma, mb1, mb2, mo), *options)
+        quick = self._quick.get(type(a)) or quick_for(family, type(a))
+        result, packed = self._launch(plan, family, ma, mb1, mb2, mo, pack=quick is not None)
+        if quick is not None and packed is not None and plan.ready is not None:
+            self._quick[type(a)] = quick
+            self._remember(quick, QuickLaunch(packed, a.dtype, plan.ready), (a, b1, b2), out, result, options)
         return family.result(result, a) if out is None else out
+
+    def _remember(
+        self,
+        quick: Quick,
+        launch: QuickLaunch,
+        inputs: tuple[Any, Any, Any],
+        out: Any,
+        result: Any,
+        options: tuple[Any, ...],
+    ) -> None:
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+            self._shapes.clear()
+        key = quick.key(*inputs, result, *options)
+        if key is not None:
+            self._launches[key] = launch
+        if key is not None and out is None:
+            self._shapes[quick.key(*inputs, None, *options)] = tuple(result.shape)
+
+    def warmup(
+        self,
+        problems: Iterable[Problem],
+        *,
+        device: DeviceInfo | None = None,
+        max_error: float | None = None,
+        candidate: Candidate | str | None = None,
+    ) -> list[Selection]:
+        """Selects, builds and loads what calls of these problems will run, on a device (by default the current one), so
+        that no call waits for it, and calls can be captured into a CUDA graph. Returns the selections.
+
+        Raises what `run` raises.
+        """
+        device = device or default_device()
+        found = []
+        for problem in problems:
+            pinned = self.planner.pinned(candidate, problem, device)
+            ready = self.planner.make_ready(problem, device, pinned, max_error)
+            with on_device(device.index):
+                ready.executable.prepare()
+            found.append(ready.selection)
+        return found
 
     def explain(
         self,
@@ -150,6 +246,7 @@ class Dispatcher:
         activation: str = "silu",
         math: str = "exact",
         precision: str | None = None,
+        max_error: float | None = None,
         candidate: Candidate | str | None = None,
     ) -> Explanation:
         """What `run` would do with these arguments, and why. Launches nothing, compiles nothing.
@@ -163,13 +260,14 @@ class Dispatcher:
         if mo is not None:
             check_overlap(mo, (("a", ma), ("b1", mb1), ("b2", mb2)))
         device = cpu_device() if ma.device is None else cuda_device(ma.device)
-        return self.explain_problem(problem, device, candidate=candidate, copied=settlement.copied)
+        return self.explain_problem(problem, device, max_error=max_error, candidate=candidate, copied=settlement.copied)
 
     def explain_problem(
         self,
         problem: Problem,
         device: DeviceInfo | None = None,
         *,
+        max_error: float | None = None,
         candidate: Candidate | str | None = None,
         copied: tuple[tuple[str, str], ...] = (),
     ) -> Explanation:
@@ -177,18 +275,22 @@ class Dispatcher:
         if 0 in (problem.m, problem.n, problem.k):
             raise UnsupportedProblemError(f"m, n and k must be positive; nothing is launched otherwise (got {problem})")
         device = device or default_device()
-        pinned = self._pinned(candidate, problem, device)
-        layers = None if self.settings.mode == "off" else self.layers
-        return explanation.explain(problem, device, self._registry, layers, pinned, copied)
+        pinned = self.planner.pinned(candidate, problem, device)
+        return explanation.explain(problem, device, self._registry, self.planner.layers, pinned, copied, max_error)
+
+    def counters(self) -> Counters:
+        """What this dispatcher did so far, or since it was closed."""
+        return self.planner.snapshot()
 
     def close(self) -> None:
-        """Forgets all plans and closes the databases; the next call begins anew."""
+        """Forgets all plans, ends what runs in the background and closes the databases; the next call begins anew."""
         with self._lock:
-            self._plans.clear()
-            self._missed.clear()
+            if self._planner is not None:
+                self._planner.close()
             if self._layers is not None:
                 self._layers.close()
                 self._layers = None
+            self._forget()
 
     def _plan(
         self,
@@ -198,6 +300,7 @@ class Dispatcher:
         activation: str,
         math: str,
         precision: str | None,
+        max_error: float | None,
         candidate: Candidate | str | None,
     ) -> _Plan:
         problem, settlement = describe(*matrices, activation, math, precision)
@@ -207,118 +310,46 @@ class Dispatcher:
             if key in self._plans:
                 return self._plans[key]
             device = cpu_device() if device_index is None else cuda_device(device_index)
-            if 0 in (problem.m, problem.n, problem.k):
-                plan = _Plan(problem, settlement, device, None, None, copies_out)
-            else:
-                _refuse_in_capture(family, device)
-                warn_of_two_cupys()
-                pinned = self._pinned(candidate, problem, device)
-                selection, executable = self._bind(problem, device, pinned)
-                plan = _Plan(problem, settlement, device, selection, executable, copies_out)
-            self._plans[key] = plan
+            ready = None
+            if 0 not in (problem.m, problem.n, problem.k):
+                pinned = self.planner.pinned(candidate, problem, device)
+                ready = self.planner.find(problem, device, pinned, max_error)
+                if ready is None:
+                    _refuse_in_capture(family, device)
+                    warn_of_two_cupys()
+                    ready = self.planner.make_ready(problem, device, pinned, max_error)
+            plan = self._plans[key] = _Plan(problem, settlement, device, ready, copies_out)
             return plan
 
-    def _bind(self, problem: Problem, device: DeviceInfo, pinned: Candidate | None) -> tuple[Selection, Executable]:
-        """The first selection that builds. A tuned candidate that does not is passed over with a warning."""
-        mode = self.settings.mode
-        layers = None if mode == "off" else self.layers
-        choices = selections(problem, device, self._registry, layers, pinned)
-        first = next(choices)
-        if layers is not None and pinned is None and self._tune_if_asked(first, layers):
-            choices = selections(problem, device, self._registry, layers)
-            first = next(choices)
-        last: Exception | None = None
-        for selection in itertools.chain([first], choices):
-            try:
-                with on_device(device.index):
-                    executable = selection.candidate.executable(problem, device)
-                    executable.prepare()
-                _log.debug("%s on %s: %s, %s", problem, device.name, selection.candidate, selection.reason)
-                return selection, executable
-            except (CompileError, LaunchError, UnsupportedProblemError) as cause:
-                if pinned is not None:
-                    raise
-                _log.warning("%s is passed over: %s", selection.candidate, cause)
-                last = cause
-        raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})") from last
-
-    def _tune_if_asked(self, selection: Selection, layers: Layers) -> bool:
-        """Does what the mode says about a selection that was or was not tuned; True if that was to tune now."""
-        problem, device, origin = selection.problem, selection.device, selection.origin
-        mode = self.settings.mode
-        if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
-            if (device.key, problem) in self._tuned:
-                return False
-            self._tune(problem, device, layers.user)
-            return True
-        if origin is Origin.TUNED:
-            return False
-        if self.settings.record_misses:
-            try:
-                layers.user.record_miss(device.key, problem)
-            except StoreError as cause:
-                _log.warning("the miss of %s was not recorded: %s", problem, cause)
-        kind = (device.key, problem.n, problem.k, problem.dtype, problem.layout)
-        if origin is not Origin.BUCKET and kind not in self._missed:
-            self._missed.add(kind)
-            _log.warning(
-                "%s is not tuned on %s; to tune it: autodispatch tune %s", problem, device.name, problem.options
-            )
-        return False
-
-    def _tune(self, problem: Problem, device: DeviceInfo, store: TuningStore) -> None:
-        # imported here, since a call measures only where its user asked for it
-        from autodispatch.benchmark import workbench
-        from autodispatch.runner import LocalRunner
-        from autodispatch.tuner import Tuner
-
-        self._tuned.add((device.key, problem))
-        runner = LocalRunner(workbench(device))
-        tuner = Tuner(
-            store, runner, self._registry, listener=self._listener, command=f"run in mode {self.settings.mode}"
-        )
-        try:
-            tuner.tune(problem, effort=self.settings.effort)
-        except DeviceError:
-            raise
-        except AutodispatchError as cause:
-            _log.warning("%s could not be tuned: %s", problem, cause)
-
-    def _pinned(self, candidate: Candidate | str | None, problem: Problem, device: DeviceInfo) -> Candidate | None:
-        if candidate is None:
-            return None
-        if isinstance(candidate, Candidate):
-            candidate.check(problem, device)
-            return candidate
-        if candidate not in self._registry.variants:
-            names = ", ".join(self._registry.variants)
-            raise ValueError(f"candidate must be a Candidate or one of {names} (got {candidate!r})")
-        variant = self._registry.variants[candidate]
-        why = variant.unmet(problem, device)
-        if why:
-            raise UnsupportedProblemError(f"{candidate} requires {'; '.join(why)} (got {problem} on {device.name})")
-        return Candidate(variant, variant.default(problem, device))
-
-    def _launch(self, plan: _Plan, family: Family, a: Matrix, b1: Matrix, b2: Matrix, out: Matrix | None) -> Any:
-        problem = plan.problem
+    def _launch(
+        self, plan: _Plan, family: Family, a: Matrix, b1: Matrix, b2: Matrix, out: Matrix | None, *, pack: bool
+    ) -> tuple[Any, PackedLaunch | None]:
+        """The result, and the launch that made it if it can be repeated with the same arrays."""
+        problem, ready = plan.problem, plan.ready
         with on_device(plan.device.index):
             target = out if out is not None and not plan.out_is_copied else _empty(family, problem, a)
-            if plan.executable is None:
+            packed = None
+            if ready is None:
                 if problem.m and problem.n:
                     family.fill_zero(target.array)
             else:
                 operands = arrays.operands(family, a, b1, b2, target, plan.settlement)
                 stream = family.stream(plan.device.index)
-                executable = plan.executable
+                executable = ready.executable
+                ready.calls += 1
+                self.planner.counters.copies += len(plan.settlement.copied)
                 try:
                     workspace, memory = _workspace(family, executable, plan.device)
                 except MemoryError as cause:
-                    if plan.selection is None or plan.selection.origin is Origin.PINNED:
-                        raise
-                    executable = self._without_workspace(plan, cause)
+                    executable = self.planner.without_workspace(ready.selection, cause)
                     workspace, memory = 0, None
+                call = Call(operands, workspace, stream)
                 try:
-                    executable(Call(operands, workspace, stream))
+                    if pack and memory is None and not plan.settlement.copied:
+                        packed = executable.pack(call)
+                    if packed is None or driver.launch_kernel()(*packed.addresses, None):
+                        packed = None
+                        executable(call)
                 except (RuntimeError, OSError) as cause:
                     raise LaunchError(
                         f"{problem} must launch on {plan.device.name} (got {type(cause).__name__}: {cause})"
@@ -332,16 +363,7 @@ class Dispatcher:
                     self._captured.append((memory, copies))
             if out is not None and plan.out_is_copied:
                 family.assign(out.array, target.array)
-            return target.array
-
-    def _without_workspace(self, plan: _Plan, cause: MemoryError) -> Executable:
-        """A candidate for a call whose scratch memory could not be had."""
-        for selection in selections(plan.problem, plan.device, self._registry):
-            variant, config = selection.candidate.variant, selection.candidate.config
-            if variant.path == "fused" and variant.workspace_bytes(config, plan.problem) == 0:
-                _log.warning("no memory for scratch space (%s); %s serves this call", cause, selection.candidate)
-                return selection.candidate.executable(plan.problem, plan.device)
-        raise cause
+            return target.array, packed
 
 
 def _empty(family: Family, problem: Problem, like: Matrix) -> Matrix:
@@ -357,15 +379,26 @@ def _workspace(family: Family, executable: Executable, device: DeviceInfo) -> tu
 def _refuse_in_capture(family: Family, device: DeviceInfo) -> None:
     """A problem's first call compiles and allocates, which would spoil a capture: refuse before it does."""
     stream = family.stream(device.index)
-    if stream is None:
-        return
-    if is_capturing(stream.ptr):
+    if stream is not None and is_capturing(stream.ptr):
         raise LaunchError(
-            "the first call of a problem must be made outside CUDA graph capture (got a capturing stream)"
+            "the first call of a problem must be made outside CUDA graph capture, or warmup() before it "
+            "(got a capturing stream)"
         )
 
 
+_all: WeakSet[Dispatcher] = WeakSet()
 _default = Dispatcher()
+
+
+def _after_fork() -> None:
+    """In the child: connections, locks, threads and CUDA's state are the parent's."""
+    for dispatcher in list(_all):
+        dispatcher._layers = None
+        dispatcher._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def run(a: Any, b1: Any, b2: Any, **options: Any) -> Any:
@@ -376,6 +409,16 @@ def run(a: Any, b1: Any, b2: Any, **options: Any) -> Any:
 def explain(a: Any, b1: Any, b2: Any, **options: Any) -> Explanation:
     """`Dispatcher.explain` of the process's own dispatcher."""
     return _default.explain(a, b1, b2, **options)
+
+
+def warmup(problems: Iterable[Problem], **options: Any) -> list[Selection]:
+    """`Dispatcher.warmup` of the process's own dispatcher."""
+    return _default.warmup(problems, **options)
+
+
+def counters() -> Counters:
+    """`Dispatcher.counters` of the process's own dispatcher."""
+    return _default.counters()
 
 
 def configure(settings: Settings) -> None:
@@ -391,9 +434,8 @@ def autotune(effort: str = "quick", listener: Callable[[Progress], None] | None 
     """
     before = _default.settings
     configure(replace(before, mode="tune", effort=effort))
-    _default._listener = listener
+    _default.planner.listener = listener
     try:
         yield
     finally:
-        _default._listener = None
         configure(before)

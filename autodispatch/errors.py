@@ -13,6 +13,10 @@ class UnsupportedProblemError(AutodispatchError, ValueError):
     """No candidate can compute this problem on this device, or the candidate asked for cannot."""
 
 
+class NotTunedError(AutodispatchError):
+    """A problem was not tuned, and the settings are not to serve it then."""
+
+
 class DeviceError(AutodispatchError, RuntimeError):
     """A GPU was asked for and CuPy, the driver or the device does not work. The cause is chained."""
 

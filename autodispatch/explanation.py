@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import contextlib
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
+from autodispatch import heuristics
 from autodispatch.device import DeviceInfo, environment
+from autodispatch.errors import StoreError
 from autodispatch.layers import Layers
-from autodispatch.problem import Problem
+from autodispatch.problem import Problem, log2_distance
 from autodispatch.records import (
     PROTOCOL_VERSION,
     DecisionRecord,
@@ -15,9 +19,13 @@ from autodispatch.records import (
     MeasurementRecord,
     SessionRecord,
 )
-from autodispatch.selection import Selection, select
+from autodispatch.selection import Origin, Selection, select
 from autodispatch.store import TuningStore
 from autodispatch.variants import Candidate, Registry
+from autodispatch.variants.base import SPLIT
+
+_NEAR_PEAK = 0.6  # of what the device can do at most
+_ENOUGH = 3  # tuned m to say from what is to be expected
 
 # a record serves whatever these are, but its times may not hold
 _VERSIONS = {"cuda": ("driver", "cuda_runtime", "nvrtc"), "cpu": ("numpy",)}
@@ -31,6 +39,29 @@ class Difference(NamedTuple):
     here: str
 
 
+class Use(NamedTuple):
+    """How a candidate uses the device, by its measured time, or the model's where none was measured.
+
+    `blocks` are per SM; bytes are the fewest that must cross global memory, c1 and c2 of a split candidate included;
+    `memory` and `arithmetic` are shares of the device's peaks, 0 where these are not known.
+    """
+
+    candidate: Candidate
+    path: str
+    time_us: float
+    blocks: float
+    nbytes: int
+    memory: float
+    arithmetic: float
+
+    def __str__(self) -> str:
+        shares = f", {self.memory:.0%} of the memory's bandwidth, {self.arithmetic:.0%} of the arithmetic peak"
+        return (
+            f"{self.candidate.variant.name}: {self.time_us:.1f} us, {self.blocks:.2f} blocks per SM, "
+            f"{self.nbytes / 1e6:.1f} MB to move{shares if self.memory else ''}"
+        )
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Why a call runs as it does.
@@ -41,6 +72,10 @@ class Explanation:
         alternatives: the other finalists of the decision behind it, fastest first; empty if nothing was tuned.
         other_path: the fastest of them on the other path (split or fused), if any was measured.
         differences: what was otherwise where the decision was made, though the record serves.
+        ties: the finalists that were as fast as the fastest, within noise and 1 %.
+        expected_regret: by how much the same rule would have missed the best at the other m that were tuned for these
+            n and k, in the median (0.01 is 1 %); 0 where this m was tuned, None where too little is known.
+        uses: how the pick uses the device, and how the best of the other path would.
     """
 
     selection: Selection
@@ -48,6 +83,35 @@ class Explanation:
     alternatives: tuple[MeasurementRecord, ...] = ()
     other_path: MeasurementRecord | None = None
     differences: tuple[Difference, ...] = ()
+    ties: tuple[MeasurementRecord, ...] = ()
+    expected_regret: float | None = None
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def distance(self) -> float | None:
+        """How many doublings of m lie between the call and the decision that serves it; None if none does."""
+        s = self.selection
+        return None if s.decision is None else log2_distance(s.problem.m, s.decision.m)
+
+    @property
+    def runner_up(self) -> MeasurementRecord | None:
+        """The fastest finalist beside the pick."""
+        return self.alternatives[0] if self.alternatives else None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the split path is bound by memory here, and what fusing can gain; empty where nothing can be said."""
+        split = next((u for u in self.uses if u.path == SPLIT), None)
+        if split is None or not split.memory:
+            return ""
+        saved = _crossing(self.selection.problem)
+        share = saved / split.nbytes * split.memory
+        bound = "memory" if split.memory > split.arithmetic else "arithmetic"
+        near = "near its peak" if max(split.memory, split.arithmetic) > _NEAR_PEAK else "though far from its peak"
+        return (
+            f"the split path is bound by {bound} here, {near}; fusing saves {saved / 1e6:.1f} of its "
+            f"{split.nbytes / 1e6:.1f} MB, at the memory's peak {share:.0%} of its time"
+        )
 
     @property
     def gain(self) -> float | None:
@@ -64,6 +128,13 @@ class Explanation:
             lines.append(f"  from: {s.layer}")
         if self.gain is not None and self.other_path is not None:
             lines.append(f"  {self.gain:.2f}x the best of the other path ({self.other_path.variant})")
+        if self.runner_up is not None and self.runner_up.median_us:
+            tied = f", {len(self.ties)} tied" if len(self.ties) > 1 else ""
+            lines.append(f"  runner-up: {self.runner_up.variant}, {self.runner_up.median_us:.1f} us{tied}")
+        if self.expected_regret is not None and s.origin is not Origin.TUNED:
+            lines.append(f"  expected regret: {self.expected_regret:.1%}, by the other m that were tuned")
+        lines += [f"  {use}" for use in self.uses]
+        lines += [f"  {self.verdict}"] if self.verdict else []
         lines += [f"  measured with {d.field} {d.recorded}, here {d.here}" for d in self.differences]
         lines += [f"  copied first: {name}, since {why}" for name, why in self.copied]
         return "\n".join(lines)
@@ -76,18 +147,96 @@ def explain(
     layers: Layers | None,
     pinned: Candidate | None = None,
     copied: tuple[tuple[str, str], ...] = (),
+    max_error: float | None = None,
 ) -> Explanation:
     """The selection for a problem with what was measured beside it. Raises UnsupportedProblemError."""
-    selection = select(problem, device, registry, layers, pinned)
-    if selection.decision is None or layers is None:
-        return Explanation(selection, copied)
+    selection = select(problem, device, registry, layers, pinned, max_error)
+    if layers is None:
+        return Explanation(selection, copied, uses=_uses(selection, None, registry))
+    regret = 0.0 if selection.origin is Origin.TUNED else None
+    if selection.origin in (Origin.BUCKET, Origin.HEURISTIC):
+        regret = _expected_regret(problem, device, registry, layers)
+    if selection.decision is None:
+        return Explanation(selection, copied, expected_regret=regret, uses=_uses(selection, None, registry))
     store = next(s for name, s in layers if name == selection.layer)
-    found = [store.measurement(i) for i in selection.decision.finalists]
-    others = tuple(r for r in found if r is not None and r.id != selection.decision.leader)
+    records = _finalists(store, selection.decision)
+    picked = selection.candidate.key
+    others = tuple(r for r in records if (r.variant, r.config) != picked)
     path = selection.candidate.variant.path
     paths = {name: v.path for name, v in registry.variants.items()}
     other = next((r for r in others if paths.get(r.variant, path) != path), None)
-    return Explanation(selection, copied, others, other, _differences(store, selection.decision, device))
+    ties = tuple(r for r in records if r.id in selection.decision.ties)
+    differences = _differences(store, selection.decision, device)
+    uses = _uses(selection, other, registry)
+    return Explanation(selection, copied, others, other, differences, ties, regret, uses)
+
+
+def _finalists(store: TuningStore, decision: DecisionRecord) -> list[MeasurementRecord]:
+    found = (store.measurement(i) for i in decision.finalists)
+    return sorted((r for r in found if r is not None), key=lambda r: r.median_us or 0.0)
+
+
+def _crossing(problem: Problem) -> int:
+    """Bytes that c1 and c2 take out to memory and back, in fp32."""
+    return 2 * 2 * 4 * problem.m * problem.n
+
+
+def _uses(selection: Selection, other: MeasurementRecord | None, registry: Registry) -> tuple[Use, ...]:
+    """Of the pick and of the best of the other path: by its record, or by the model where there is none."""
+    problem, device = selection.problem, selection.device
+    path = selection.candidate.variant.path
+    m = selection.decision.m if selection.decision else problem.m
+    pairs: list[tuple[Candidate, float | None]] = [(selection.candidate, selection.median_us)]
+    if other is not None:
+        with contextlib.suppress(ValueError):  # of another version
+            pairs.append((registry.parse(other.variant, other.config), other.median_us))
+    else:
+        rivals = [c for c in registry.candidates(problem, device) if c.variant.path != path]
+        pairs += [(c, None) for c in heuristics.rank(rivals, problem, device)[:1]]
+    found = []
+    for candidate, median_us in pairs:
+        at = problem if median_us is None else replace(problem, m=m)
+        seconds = heuristics.predict(candidate, at, device).total if median_us is None else median_us / 1e6
+        nbytes = at.bytes_moved + (_crossing(at) if candidate.variant.path == SPLIT else 0)
+        flops, bandwidth = heuristics.peaks(at, device)
+        shares = (nbytes / seconds / bandwidth, at.flops / seconds / flops) if flops and bandwidth else (0.0, 0.0)
+        blocks = candidate.variant.work(candidate.config, at).blocks / max(device.sm_count, 1)
+        found.append(Use(candidate, candidate.variant.path, seconds * 1e6, blocks, nbytes, *shares))
+    return tuple(found)
+
+
+def _expected_regret(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> float | None:
+    """The median over the tuned m of these n and k of what is lost there if that m alone had not been tuned."""
+    found: list[float] = []
+    for name, store in layers:
+        try:
+            decisions = store.near_decisions(device.key, problem, 0, float("inf"))
+            for decision in decisions:
+                rest = _Without(store, decision.m)
+                there = replace(problem, m=decision.m)
+                pick = select(there, device, registry, Layers([(name, cast(TuningStore, rest))])).candidate.key
+                times = {(r.variant, r.config): r.median_us for r in _finalists(store, decision) if r.median_us}
+                if pick in times and times:
+                    found.append(times[pick] / min(times.values()) - 1.0)
+        except StoreError:
+            continue
+    return statistics.median(found) if len(found) >= _ENOUGH else None
+
+
+class _Without:
+    """A store in which nothing was decided for one m."""
+
+    def __init__(self, store: TuningStore, m: int) -> None:
+        self._store, self._m = store, m
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def decisions(self, device_key: str, problem: Problem) -> list[DecisionRecord]:
+        return [d for d in self._store.decisions(device_key, problem) if d.m != self._m]
+
+    def near_decisions(self, device_key: str, problem: Problem, lowest: float, highest: float) -> list[DecisionRecord]:
+        return [d for d in self._store.near_decisions(device_key, problem, lowest, highest) if d.m != self._m]
 
 
 def _differences(store: TuningStore, decision: DecisionRecord, device: DeviceInfo) -> tuple[Difference, ...]:

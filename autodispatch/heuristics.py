@@ -185,18 +185,36 @@ def _blocks_per_sm(work: Work, device: DeviceInfo) -> int:
     return max(1, min(by_threads, by_shared, by_registers))
 
 
-def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
-    """Sustained operations per clock and SM: the units' peak times what such a kernel reaches of it."""
+def peaks(problem: Problem, device: DeviceInfo) -> tuple[float, float]:
+    """The device's peaks for a problem's type at its highest clock: operations and bytes per second; 0 if not known."""
+    if device.kind == "cpu":
+        return 0.0, 0.0
+    fp32 = problem.dtype == "float32" and problem.precision == "ieee"
+    per_clock = _fp32_peak(device) if fp32 else _tensor_peak(problem, device)
+    return per_clock * device.sm_count * device.clock_khz * 1e3, device.bandwidth
+
+
+def _fp32_peak(device: DeviceInfo) -> float:
+    """Operations per clock and SM."""
+    return 2.0 * (64 if device.compute_capability < (8, 6) else 128)
+
+
+def _tensor_peak(problem: Problem, device: DeviceInfo) -> float:
+    """Operations per clock and SM."""
     cc = device.compute_capability
-    fp32 = 2.0 * (64 if cc < (8, 6) else 128)
     if cc < (8, 0):
         tensor = 1024.0
     elif cc == (8, 0):
         tensor = 2048.0
     else:
         tensor = 4096.0 if (9, 0) <= cc < (12, 0) else 1024.0
-    if problem.dtype == "float32":
-        tensor /= 2  # tf32
+    return tensor / 2 if problem.dtype == "float32" else tensor  # tf32
+
+
+def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
+    """Sustained operations per clock and SM: the units' peak times what such a kernel reaches of it."""
+    cc = device.compute_capability
+    fp32, tensor = _fp32_peak(device), _tensor_peak(problem, device)
     if work.unit is Unit.LIBRARY:
         return 0.75 * (fp32 if problem.dtype == "float32" and problem.precision == "ieee" else tensor)
     if work.unit is Unit.FP32:

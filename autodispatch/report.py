@@ -214,6 +214,11 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
         "layer": s.layer,
         "median_us": s.median_us,
         "gain_over_other_path": explanation.gain,
+        "distance": explanation.distance,
+        "expected_regret": explanation.expected_regret,
+        "ties": [r.id for r in explanation.ties],
+        "uses": [{**u._asdict(), "candidate": str(u.candidate)} for u in explanation.uses],
+        "verdict": explanation.verdict,
         "differences": [d._asdict() for d in explanation.differences],
         "alternatives": [
             {"variant": r.variant, "config": json.loads(r.config), "median_us": r.median_us}

@@ -53,9 +53,10 @@ def select(
     registry: Registry,
     layers: Layers | None = None,
     pinned: Candidate | None = None,
+    max_error: float | None = None,
 ) -> Selection:
     """The best selection; see `selections`. Raises UnsupportedProblemError if nothing can serve the problem."""
-    return next(selections(problem, device, registry, layers, pinned))
+    return next(selections(problem, device, registry, layers, pinned, max_error))
 
 
 def selections(
@@ -64,14 +65,23 @@ def selections(
     registry: Registry,
     layers: Layers | None = None,
     pinned: Candidate | None = None,
+    max_error: float | None = None,
 ) -> Iterator[Selection]:
     """All selections in order of preference, so that a caller can go on where one does not build: what was tuned for
-    the problem, for its bucket of m, the cost model's choice, the library, then the other variants' defaults."""
+    the problem, for its bucket of m, the cost model's choice, the library, then the other variants' defaults.
+
+    With `max_error` only what was measured counts, and of that what kept it; UnsupportedProblemError if nothing did.
+    """
     if pinned is not None:
         yield Selection(pinned, Origin.PINNED, "the caller named it", problem, device)
         return
     if layers is not None:
-        yield from _from_store(problem, device, registry, layers)
+        yield from _from_store(problem, device, registry, layers, max_error)
+    if max_error is not None:
+        raise UnsupportedProblemError(
+            f"some candidate of {problem} must be known to keep max_error {max_error:g} (got none that was measured "
+            f"on {device.name}); to measure it: autodispatch tune {problem.options}"
+        )
     found = False
     ranked = heuristics.rank(registry.candidates(problem, device), problem, device)
     if ranked:
@@ -82,7 +92,7 @@ def selections(
             f"the cost model expects {estimate.total * 1e6:.1f} us, bound by {estimate.bound}, "
             f"with {work.blocks} blocks on {device.sm_count} {'cores' if device.kind == 'cpu' else 'SMs'}, "
             f"the fastest of {len(ranked)} candidates; nothing near was tuned"
-            f"{_near_miss(problem, device, registry, layers)}"
+            f"{near_miss(problem, device, registry, layers)}"
         )
         yield Selection(ranked[0], Origin.HEURISTIC, reason, problem, device)
     library = registry.library(problem, device)
@@ -97,7 +107,7 @@ def selections(
         raise UnsupportedProblemError(f"some variant must serve {problem} on {device.name} (got none that can)")
 
 
-def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers | None) -> str:
+def near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers | None) -> str:
     """What does not serve though a user may expect it to: records of like devices, with the fields that differ, and
     decisions for the problem that this version's code does not fit."""
     found: list[str] = []
@@ -117,7 +127,9 @@ def _near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers:
     return f" ({'; '.join(dict.fromkeys(found))})" if found else ""
 
 
-def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers) -> Iterator[Selection]:
+def _from_store(
+    problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers, max_error: float | None
+) -> Iterator[Selection]:
     """What was tuned for the problem in any layer, then what was for the nearest m."""
     for origin in (Origin.TUNED, Origin.BUCKET):
         found = []
@@ -133,12 +145,16 @@ def _from_store(problem: Problem, device: DeviceInfo, registry: Registry, layers
             found += [(log2_distance(problem.m, d.m), -d.m, order, d, name, store) for d in decisions]
         for *_, decision, name, store in sorted(found, key=lambda x: x[:3]):
             try:
-                selection = _usable(decision, origin, name, store, problem, device, registry)
+                ids = [decision.leader] if max_error is None else list(dict.fromkeys(decision.finalists))
+                records = [r for i in ids if (r := store.measurement(i)) is not None]
             except StoreError as cause:
                 _log.warning("%s; it is left out of this look-up", cause)
                 continue
-            if selection is not None:
-                yield selection
+            for record in records:
+                if max_error is None or (record.max_error is not None and record.max_error <= max_error):
+                    selection = _usable(decision, record, origin, name, problem, device, registry)
+                    if selection is not None:
+                        yield selection
 
 
 def _near(store: TuningStore, device_key: str, problem: Problem) -> list[DecisionRecord]:
@@ -179,21 +195,21 @@ def _standing(decision: DecisionRecord) -> str:
 
 def _usable(
     decision: DecisionRecord,
+    record: MeasurementRecord,
     origin: Origin,
     layer: str,
-    store: TuningStore,
     problem: Problem,
     device: DeviceInfo,
     registry: Registry,
 ) -> Selection | None:
-    """The decision as a selection, or None if this version's code is not what was measured."""
-    measurement = store.measurement(decision.leader)
-    if measurement is None or measurement.median_us is None or measurement.status != "ok":
+    """A finalist of a decision as a selection, or None if this version's code is not what was measured."""
+    if record.median_us is None or record.status != "ok":
         return None
-    candidate = stored_candidate(measurement, problem, device, registry)
+    candidate = stored_candidate(record, problem, device, registry)
     if candidate is None:
         return None
-    reason = f"measured {measurement.median_us:.1f} us, {_standing(decision)} of {len(decision.finalists)} finalists"
+    standing = _standing(decision) if record.id == decision.leader else "which keeps the error asked for"
+    reason = f"measured {record.median_us:.1f} us, {standing} of {len(decision.finalists)} finalists"
     if origin is Origin.BUCKET:
         reason += f" at m = {decision.m}, the nearest tuned m"
-    return Selection(candidate, origin, reason, problem, device, layer, decision, measurement.median_us)
+    return Selection(candidate, origin, reason, problem, device, layer, decision, record.median_us)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-MODES = ("cache", "tune", "force", "off")
+MODES = ("cache", "tune", "background", "force", "off")
 EFFORTS = ("quick", "full")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,15 @@ class Settings:
         database: the user's tuning database, read and written.
         read_only_databases: databases consulted after it, in order, never written.
         mode: what a call may do about a problem that the databases do not know: `cache` never tunes, `tune` tunes at
-            the first miss, `force` tunes every problem once per process whatever is stored, `off` ignores the store.
-        effort: how much a tuning inside a call tries, `quick` or `full`.
+            the first miss, `background` tunes beside the calls and then serves what won, `force` tunes every problem
+            once per process whatever is stored, `off` ignores the store.
+        effort: how much such a tuning tries, `quick` or `full`.
         record_misses: write each problem that was not found into the user's database, once per process.
+        pin: the variant that serves every call that names no candidate.
+        strict: refuse a problem for which nothing near was tuned, with NotTunedError.
+        log: the least level of log lines that are written to standard error, `debug`, `info`, `warning` or `error`;
+            by default the program's own logging decides.
+        reload_s: seconds after which a process looks whether another one changed a database; 0 never looks.
     """
 
     database: Path
@@ -30,12 +39,29 @@ class Settings:
     mode: str = "cache"
     effort: str = "quick"
     record_misses: bool = False
+    pin: str | None = None
+    strict: bool = False
+    log: str | None = None
+    reload_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)} (got {self.mode!r})")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)} (got {self.effort!r})")
+        if self.log is not None and self.log not in LOG_LEVELS:
+            raise ValueError(f"log must be one of {', '.join(LOG_LEVELS)} (got {self.log!r})")
+        if not self.reload_s >= 0:
+            raise ValueError(f"reload_s must be a number of seconds, or 0 (got {self.reload_s!r})")
+
+    def start_log(self) -> None:
+        """Writes log lines to standard error from the level on that `log` names."""
+        if self.log is None:
+            return
+        logger = logging.getLogger("autodispatch")
+        logger.setLevel(self.log.upper())
+        if not any(isinstance(h, _Lines) for h in logger.handlers):
+            logger.addHandler(_Lines())
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -48,6 +74,10 @@ class Settings:
             mode=_choice(env, "AUTODISPATCH_MODE", MODES, "cache"),
             effort=_choice(env, "AUTODISPATCH_EFFORT", EFFORTS, "quick"),
             record_misses=_choice(env, "AUTODISPATCH_RECORD_MISSES", ("0", "1"), "0") == "1",
+            pin=env.get("AUTODISPATCH_PIN") or None,
+            strict=_choice(env, "AUTODISPATCH_STRICT", ("0", "1"), "0") == "1",
+            log=_choice(env, "AUTODISPATCH_LOG", LOG_LEVELS, "") or None,
+            reload_s=_seconds(env, "AUTODISPATCH_RELOAD_S", "1"),
         )
 
 
@@ -79,6 +109,28 @@ def keep_kernels_in_memory() -> None:
 
 def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
     value = env.get(name) or default
-    if value not in allowed:
+    if value not in (*allowed, default):
         raise ValueError(f"{name} must be one of {', '.join(allowed)} (got {value!r})")
     return value
+
+
+def _seconds(env: Mapping[str, str], name: str, default: str) -> float:
+    value = env.get(name) or default
+    try:
+        return float(value)
+    except ValueError as cause:
+        raise ValueError(f"{name} must be a number of seconds (got {value!r})") from cause
+
+
+if TYPE_CHECKING:
+    _Handler = logging.StreamHandler[TextIO]
+else:
+    _Handler = logging.StreamHandler
+
+
+class _Lines(_Handler):
+    """Log lines on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))

@@ -6,12 +6,12 @@ Encoding one takes several microseconds, so maps are cached by all that they enc
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from autodispatch import driver
 from autodispatch.errors import LaunchError
 from autodispatch.problem import ITEM_BYTES
 
@@ -23,8 +23,7 @@ _L2_PROMOTION_256 = 3
 
 @lru_cache(maxsize=1)
 def _encode() -> Any:
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    function = library.cuTensorMapEncodeTiled
+    function = driver.library().cuTensorMapEncodeTiled
     p, i, u = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
     function.argtypes = [p, i, u, p, p, p, p, p, i, i, i, i]
     return function

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from autodispatch import dispatcher as module
+from autodispatch import planning
 from autodispatch.arrays import CupyFamily, NumpyFamily, Stream
 from autodispatch.benchmark import CpuWorkbench
 from autodispatch.device import cpu_device
@@ -105,8 +106,8 @@ def test_the_second_call_of_a_problem_looks_nothing_up(dispatcher: Dispatcher, m
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the hot path must not come here")
 
-    for name in ("selections", "describe"):
-        monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(planning, "selections", never)
+    monkeypatch.setattr(module, "describe", never)
     monkeypatch.setattr(TuningStore, "_run", never)
     assert_right(dispatcher.run(a, b1, b2), a, b1, b2)
     with pytest.raises(AssertionError, match="hot path"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -88,3 +89,21 @@ def test_the_python_of_the_tutorial_runs(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "64,2048,512 float32 kn" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["background", "metrics"])
+def test_the_examples_that_need_no_gpu_run(tmp_path: Path, name: str) -> None:
+    if name == "metrics":
+        pytest.importorskip("prometheus_client")
+    script = [sys.executable, str(ROOT / "docs" / "examples" / f"{name}.py")]
+    env = {**os.environ, "AUTODISPATCH_DB": str(tmp_path / "t.db")}
+    result = subprocess.run(script, capture_output=True, text=True, check=False, env=env, timeout=180)
+    assert result.returncode == 0, result.stderr
+    expected = {"background": "tuned: measured", "metrics": 'autodispatch_calls_total{origin="heuristic"} 1.0'}
+    assert expected[name] in result.stdout
+
+
+def test_every_example_is_on_the_page_about_serving() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    for path in (ROOT / "docs" / "examples").glob("*.py"):
+        assert f"(examples/{path.name})" in page

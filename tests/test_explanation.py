@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,3 +80,37 @@ def test_a_version_that_does_not_matter_is_not_named(explained: Any, field: str)
 def test_an_attribute_that_does_not_matter_is_not_named(explained: Any, change: dict[str, Any]) -> None:
     found = explained(like(H200, **change))
     assert (found.selection.origin, found.differences) == (Origin.TUNED, ())
+
+
+def test_an_explanation_tells_how_both_paths_use_the_device(explained: Any) -> None:
+    found = explained()
+    assert found.distance == 0.0
+    assert found.expected_regret == 0.0
+    pick, other = found.uses
+    assert (pick.path, other.path) == (found.selection.candidate.variant.path, "split")
+    assert pick.time_us == pytest.approx(found.selection.median_us)
+    assert other.nbytes - pick.nbytes == 16 * PROBLEM.m * PROBLEM.n  # c1 and c2 in fp32, out and back
+    assert pick.memory == pytest.approx(pick.nbytes / (pick.time_us * 1e-6) / H200.bandwidth)
+    assert found.ties and found.runner_up is found.alternatives[0]
+    text = str(found)
+    assert "runner-up: " in text and "blocks per SM" in text and "the split path is bound by " in text
+
+
+def test_where_nothing_was_measured_the_model_speaks_for_both_paths(explained: Any, store: TuningStore) -> None:
+    registry = Registry(registry_of(CudaFake("any"), CudaFake("library", "split", (20,), is_library=True)))
+    found = explain(replace(PROBLEM, m=4096), H200, registry, Layers([("user", store)]))
+    assert found.selection.origin is Origin.HEURISTIC
+    assert {u.path for u in found.uses} == {"fused", "split"}
+    assert found.uses[0].candidate == found.selection.candidate
+    assert found.distance is None and found.expected_regret is None
+
+
+def test_the_expected_regret_comes_from_the_other_m_that_were_tuned(store: TuningStore) -> None:
+    registry = Registry(registry_of(CudaFake("any"), CudaFake("library", "split", (20,), is_library=True)))
+    tuner = Tuner(store, LocalRunner(FakeWorkbench(H200)), registry)
+    for m in (32, 64, 128):
+        tuner.tune(replace(PROBLEM, m=m))
+    found = explain(replace(PROBLEM, m=100), H200, registry, Layers([("user", store)]))
+    assert found.selection.origin is Origin.BUCKET and found.distance == pytest.approx(0.356, abs=1e-3)
+    assert found.expected_regret is not None and 0 <= found.expected_regret < 1
+    assert "expected regret" in str(found)

@@ -23,15 +23,29 @@ def test_every_variable_is_read() -> None:
             "AUTODISPATCH_MODE": "tune",
             "AUTODISPATCH_EFFORT": "full",
             "AUTODISPATCH_RECORD_MISSES": "1",
+            "AUTODISPATCH_PIN": "cpu_split",
+            "AUTODISPATCH_STRICT": "1",
+            "AUTODISPATCH_LOG": "debug",
+            "AUTODISPATCH_RELOAD_S": "2.5",
         }
     )
-    assert settings == Settings(Path("/x/t.db"), (Path("/y/a.db"), Path("/y/b.db")), "tune", "full", True)
+    paths = (Path("/x/t.db"), (Path("/y/a.db"), Path("/y/b.db")))
+    assert settings == Settings(*paths, "tune", "full", True, "cpu_split", True, "debug", 2.5)
 
 
-@pytest.mark.parametrize("name", ["AUTODISPATCH_MODE", "AUTODISPATCH_EFFORT", "AUTODISPATCH_RECORD_MISSES"])
+CHOICES = [f"AUTODISPATCH_{x}" for x in ("MODE", "EFFORT", "RECORD_MISSES", "STRICT", "LOG")]
+
+
+@pytest.mark.parametrize("name", CHOICES)
 def test_a_bad_value_names_the_variable(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be one of .* \\(got 'sometimes'\\)"):
         Settings.from_environment({name: "sometimes"})
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+def test_the_seconds_of_a_reload_must_be_a_number(value: str) -> None:
+    with pytest.raises(ValueError, match=r"(RELOAD_S|reload_s) must be a number of seconds"):
+        Settings.from_environment({"AUTODISPATCH_RELOAD_S": value})
 
 
 def test_without_a_home_the_temporary_folder_serves() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from autodispatch.compiler import KernelSpec, Resources
 from autodispatch.config import Config, ConfigSpace, Restriction
 from autodispatch.device import DeviceInfo
+from autodispatch.driver import PackedLaunch
 from autodispatch.errors import UnsupportedProblemError
 from autodispatch.problem import Operands, Problem
 from autodispatch.source import KernelSource, camel_to_snake, load
@@ -88,6 +89,10 @@ class Executable(ABC):
     def prepare(self) -> None:
         """Does ahead what a thread's first call would have to do beside launching. The device must be current."""
         return
+
+    def pack(self, call: Call) -> PackedLaunch | None:
+        """The call as a launch that can be repeated as long as its memory is there; None where it is not one launch."""
+        return None
 
 
 class Variant(ABC):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 from autodispatch.compiler import KernelSpec, compile_kernel
 from autodispatch.device import DeviceInfo
+from autodispatch.driver import PackedLaunch
 from autodispatch.launch import LaunchConfig, pointer, size
-from autodispatch.problem import Problem
+from autodispatch.problem import Operands, Problem
 from autodispatch.variants.activation_product import ActivationProduct, Intermediate
 from autodispatch.variants.base import Call, Executable
 
 
-class FusedExecutable(Executable):
-    """Any kernel with the signature (a, b1, b2, out, m, n, k, lda, ldb1, ldb2, ldout)."""
+class OneKernelExecutable(Executable):
+    """One launch: subclasses say what its arguments are."""
 
     def __init__(self, spec: KernelSpec, launch: LaunchConfig, problem: Problem, device: DeviceInfo) -> None:
         self._launch = launch
@@ -20,11 +24,26 @@ class FusedExecutable(Executable):
         self.resources = self._kernel.resources
         self.shared_bytes = launch.shared_bytes + self.resources.shared_bytes
 
+    @abstractmethod
+    def arguments(self, operands: Operands) -> tuple[Any, ...]:
+        """In the order of the kernel's parameters."""
+
     def __call__(self, call: Call) -> None:
-        a, b1, b2, out = call.operands
-        pointers = (pointer(a.pointer), pointer(b1.pointer), pointer(b2.pointer), pointer(out.pointer))
-        strides = (size(a.row_stride), size(b1.row_stride), size(b2.row_stride), size(out.row_stride))
-        self._kernel(self._launch, (*pointers, *self._sizes, *strides), call.stream)
+        self._kernel(self._launch, self.arguments(call.operands), call.stream)
+
+    def pack(self, call: Call) -> PackedLaunch:
+        return self._kernel.pack(self._launch, self.arguments(call.operands), call.stream.ptr)
+
+
+class FusedExecutable(OneKernelExecutable):
+    """Any kernel with the signature (a, b1, b2, out, m, n, k, lda, ldb1, ldb2, ldout)."""
+
+    def arguments(self, operands: Operands) -> tuple[Any, ...]:
+        return (
+            *(pointer(x.pointer) for x in operands),
+            *self._sizes,
+            *(size(x.row_stride) for x in operands),
+        )
 
 
 class SplitExecutable(Executable):

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from autodispatch.compiler import KernelSpec, compile_kernel
+from autodispatch.compiler import KernelSpec
 from autodispatch.config import Config, Restriction
 from autodispatch.device import DeviceInfo
-from autodispatch.launch import MAX_GRID_X, LaunchConfig, ceil_div, round_up, size
+from autodispatch.launch import MAX_GRID_X, LaunchConfig, ceil_div, round_up
 from autodispatch.problem import Matrix, Operands, Problem
 from autodispatch.tensor_map import tensor_map
-from autodispatch.variants.base import Call, Executable, Unit, Work
+from autodispatch.variants.base import Unit, Work
+from autodispatch.variants.executables import OneKernelExecutable
 
 THREADS = 384
 _TILE_K = 64
@@ -146,21 +147,16 @@ def out_map(out: Matrix, tile_m: int, tile_n: int) -> Any:
     return tensor_map(out.pointer, out.rows, out.columns, out.row_stride, out.dtype, min(tile_m, 64), tile_n, swizzle)
 
 
-class FusedWgmmaExecutable(Executable):
+class FusedWgmmaExecutable(OneKernelExecutable):
     """A fused Hopper kernel, whose arguments are the four maps, m, n and k."""
 
     def __init__(
         self, spec: KernelSpec, config: TileConfig, launch: LaunchConfig, problem: Problem, device: DeviceInfo
     ) -> None:
+        super().__init__(spec, launch, problem, device)
         self._config = config
         self._layout = problem.layout
-        self.shared_bytes = launch.shared_bytes
-        self._launch = launch
-        self._kernel = compile_kernel(spec, device, launch.shared_bytes)
-        self._sizes = (size(problem.m), size(problem.n), size(problem.k))
-        self.resources = self._kernel.resources
 
-    def __call__(self, call: Call) -> None:
-        inputs = input_maps(call.operands, self._config, self._layout)
-        out = out_map(call.operands.out, self._config.tile_m, self._config.tile_n)
-        self._kernel(self._launch, (*inputs, out, *self._sizes), call.stream)
+    def arguments(self, operands: Operands) -> tuple[Any, ...]:
+        out = out_map(operands.out, self._config.tile_m, self._config.tile_n)
+        return (*input_maps(operands, self._config, self._layout), out, *self._sizes)
