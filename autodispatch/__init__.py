@@ -21,7 +21,7 @@ _NAMES = {
     "explain": "dispatcher",
     "run": "dispatcher",
     "warmup": "dispatcher",
-    "Counters": "counters",
+    "Counters": "metrics",
     "Origin": "selection",
     "Selection": "selection",
     "Problem": "problem",

@@ -42,9 +42,14 @@ class Stream(NamedTuple):
 
 
 class Family(ABC):
-    """What the rest of the package needs from one kind of array."""
+    """What the rest of the package needs from one kind of array.
+
+    Attributes:
+        has_quick_calls: whether repeated calls with such arrays are kept, see quick.py.
+    """
 
     name: str
+    has_quick_calls: bool = False
 
     @abstractmethod
     def matrix(self, name: str, array: Any) -> Matrix:
@@ -106,6 +111,7 @@ class NumpyFamily(Family):
 
 class CupyFamily(Family):
     name = "cupy"
+    has_quick_calls = True
 
     def __init__(self) -> None:
         self.cupy = import_cupy()
@@ -145,6 +151,7 @@ class ForeignFamily(CupyFamily):
     """Any other GPU array that speaks DLPack or `__cuda_array_interface__`: CuPy views of the same memory."""
 
     name = "foreign"
+    has_quick_calls = False
 
     def matrix(self, name: str, array: Any) -> Matrix:
         return super().matrix(name, self._view(name, array))
@@ -175,6 +182,7 @@ class ForeignFamily(CupyFamily):
 
 class TorchFamily(Family):
     name = "torch"
+    has_quick_calls = True
 
     def __init__(self) -> None:
         self.torch: Any = sys.modules["torch"]

@@ -17,7 +17,6 @@ from weakref import WeakSet
 
 from autodispatch import arrays, driver, exchange, explanation, resources
 from autodispatch.arrays import CupyFamily, Family, Settlement, describe, family_of
-from autodispatch.counters import Counters
 from autodispatch.device import (
     DeviceInfo,
     cpu_device,
@@ -31,9 +30,10 @@ from autodispatch.driver import PackedLaunch
 from autodispatch.errors import LaunchError, UnsupportedProblemError
 from autodispatch.explanation import Explanation
 from autodispatch.layers import Layers
+from autodispatch.metrics import Counters
 from autodispatch.planning import Planner, Ready
 from autodispatch.problem import Matrix, Problem, check_overlap
-from autodispatch.quick import MAX_LAUNCHES, Key, Quick, QuickLaunch, quick_for
+from autodispatch.quick import QuickCalls
 from autodispatch.selection import Selection
 from autodispatch.settings import Settings
 from autodispatch.variants import Call, Candidate, Executable, Registry
@@ -76,9 +76,7 @@ class Dispatcher:
         """As new; in a process that was forked, where another thread may have held the lock."""
         self._planner: Planner | None = None
         self._plans: dict[tuple[Any, ...], _Plan] = {}
-        self._quick: dict[type, Quick] = {}
-        self._launches: dict[Key, QuickLaunch] = {}
-        self._shapes: dict[Key, tuple[int, int]] = {}
+        self._quick = QuickCalls()
         self._lock = threading.RLock()
 
     @property
@@ -102,7 +100,7 @@ class Dispatcher:
         with self._lock:
             if self._planner is None:
                 self.settings.start_log()
-                self._planner = Planner(self.settings, self._registry, lambda: self.layers, self._launches.clear)
+                self._planner = Planner(self.settings, self._registry, lambda: self.layers, self._quick.launches.clear)
             return self._planner
 
     def run(
@@ -144,14 +142,13 @@ class Dispatcher:
             MemoryError: if a named candidate's scratch memory cannot be had; without a name another one serves.
             CompileError, DeviceError, LaunchError.
         """
-        quick = self._quick.get(type(a))
-        key: Key = None
+        quick = self._quick.kinds.get(type(a))
         if quick is not None:
             try:
                 key = quick.key(a, b1, b2, out, activation, math, precision, max_error, candidate)
             except AttributeError:  # arrays of several kinds, which the long way refuses
                 key = None
-            launch = self._launches.get(key)
+            launch = self._quick.launches.get(key)
             if launch is not None:
                 dtype = launch.dtype
                 if (
@@ -163,18 +160,10 @@ class Dispatcher:
                 ):
                     launch.ready.calls += 1
                     return out
-            elif out is None and key in self._shapes:
-                return self.run(
-                    a,
-                    b1,
-                    b2,
-                    out=quick.empty(a, self._shapes[key]),
-                    activation=activation,
-                    math=math,
-                    precision=precision,
-                    max_error=max_error,
-                    candidate=candidate,
-                )
+            elif out is None and key in self._quick.shapes:
+                out = quick.empty(a, self._quick.shapes[key])
+                options: dict[str, Any] = {"activation": activation, "math": math, "precision": precision}
+                return self.run(a, b1, b2, out=out, **options, max_error=max_error, candidate=candidate)
         return self._run(a, b1, b2, out, activation, math, precision, max_error, candidate)
 
     def _run(self, a: Any, b1: Any, b2: Any, out: Any, *options: Any) -> Any:
@@ -188,30 +177,10 @@ class Dispatcher:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, family, (ma, mb1, mb2, mo), *options)
-        quick = self._quick.get(type(a)) or quick_for(family, type(a))
-        result, packed = self._launch(plan, family, ma, mb1, mb2, mo, pack=quick is not None)
-        if quick is not None and packed is not None and plan.ready is not None:
-            self._quick[type(a)] = quick
-            self._remember(quick, QuickLaunch(packed, a.dtype, plan.ready), (a, b1, b2), out, result, options)
+        result, packed = self._launch(plan, family, ma, mb1, mb2, mo)
+        if packed is not None and plan.ready is not None:
+            self._quick.remember(family, packed, plan.ready, (a, b1, b2), out, result, options)
         return family.result(result, a) if out is None else out
-
-    def _remember(
-        self,
-        quick: Quick,
-        launch: QuickLaunch,
-        inputs: tuple[Any, Any, Any],
-        out: Any,
-        result: Any,
-        options: tuple[Any, ...],
-    ) -> None:
-        if len(self._launches) >= MAX_LAUNCHES:
-            self._launches.clear()
-            self._shapes.clear()
-        key = quick.key(*inputs, result, *options)
-        if key is not None:
-            self._launches[key] = launch
-        if key is not None and out is None:
-            self._shapes[quick.key(*inputs, None, *options)] = tuple(result.shape)
 
     def warmup(
         self,
@@ -322,7 +291,7 @@ class Dispatcher:
             return plan
 
     def _launch(
-        self, plan: _Plan, family: Family, a: Matrix, b1: Matrix, b2: Matrix, out: Matrix | None, *, pack: bool
+        self, plan: _Plan, family: Family, a: Matrix, b1: Matrix, b2: Matrix, out: Matrix | None
     ) -> tuple[Any, PackedLaunch | None]:
         """The result, and the launch that made it if it can be repeated with the same arrays."""
         problem, ready = plan.problem, plan.ready
@@ -345,7 +314,7 @@ class Dispatcher:
                     workspace, memory = 0, None
                 call = Call(operands, workspace, stream)
                 try:
-                    if pack and memory is None and not plan.settlement.copied:
+                    if family.has_quick_calls and memory is None and not plan.settlement.copied:
                         packed = executable.pack(call)
                     if packed is None or driver.launch_kernel()(*packed.addresses, None):
                         packed = None

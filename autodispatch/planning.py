@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autodispatch.compiler import number_of_kernels
-from autodispatch.counters import Counters
 from autodispatch.device import DeviceInfo, on_device
 from autodispatch.driver import relax_capture_mode
 from autodispatch.errors import (
@@ -26,6 +25,7 @@ from autodispatch.errors import (
     UnsupportedProblemError,
 )
 from autodispatch.layers import Layers
+from autodispatch.metrics import Counters
 from autodispatch.problem import Problem
 from autodispatch.selection import Origin, Selection, near_miss, selections
 from autodispatch.settings import Settings

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from autodispatch import dispatcher
-from autodispatch.counters import Counters
 from autodispatch.dispatcher import Dispatcher
+from autodispatch.metrics import Counters
 
 _HELP = {
     "calls": "Launches by the origin of what served them.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from autodispatch.arrays import Family
+from autodispatch.arrays import CupyFamily, Family, TorchFamily
 from autodispatch.device import cuda_count, import_cupy
 from autodispatch.driver import PackedLaunch, launch_kernel
 from autodispatch.planning import Ready
@@ -38,12 +38,49 @@ class QuickLaunch:
         self.ready = ready
 
 
-def quick_for(family: Family, kind: type) -> Quick | None:
+class QuickCalls:
+    """The launches that are kept, and the shapes of the results that calls without `out` ask for.
+
+    Attributes:
+        kinds: how calls are told apart, by the type of their first array.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[type, Quick] = {}
+        self.launches: dict[Key, QuickLaunch] = {}
+        self.shapes: dict[Key, tuple[int, int]] = {}
+
+    def remember(
+        self,
+        family: Family,
+        packed: PackedLaunch,
+        ready: Ready,
+        inputs: tuple[Any, Any, Any],
+        out: Any,
+        result: Any,
+        options: tuple[Any, ...],
+    ) -> None:
+        """Keeps the launch of a call for the next one with the same arrays; `out` is None where the result is new."""
+        kind = type(inputs[0])
+        quick = self.kinds.get(kind) or _quick_for(family, kind)
+        key = quick.key(*inputs, result, *options) if quick is not None else None
+        if quick is None or key is None:
+            return
+        self.kinds[kind] = quick
+        if len(self.launches) >= MAX_LAUNCHES:
+            self.launches.clear()
+            self.shapes.clear()
+        self.launches[key] = QuickLaunch(packed, inputs[0].dtype, ready)
+        if out is None:
+            self.shapes[quick.key(*inputs, None, *options)] = tuple(result.shape)
+
+
+def _quick_for(family: Family, kind: type) -> Quick | None:
     """The short way for arrays of a type; None where there is none."""
-    if family.name == "cupy" and kind is family.cupy.ndarray:  # type: ignore[attr-defined]
-        return _cupy(family.cupy)  # type: ignore[attr-defined]
-    if family.name == "torch" and kind in (family.torch.Tensor, family.torch.nn.Parameter):  # type: ignore[attr-defined]
-        return _torch(family.torch)  # type: ignore[attr-defined]
+    if isinstance(family, TorchFamily) and kind in (family.torch.Tensor, family.torch.nn.Parameter):
+        return _torch(family.torch)
+    if family.name == "cupy" and isinstance(family, CupyFamily) and kind is family.cupy.ndarray:
+        return _cupy(family.cupy)
     return None
 
 

@@ -45,7 +45,7 @@ with torch.no_grad():
         calls = {}
         for name, model in models.items():
             run(model, x)
-            calls[name] = lambda model=model: run(model, x)
+            calls[name] = lambda model=model, x=x: run(model, x)
             if m == 1:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):

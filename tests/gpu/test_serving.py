@@ -48,13 +48,13 @@ def test_a_repeated_call_is_launched_as_it_lies_and_right(
     a, b1, b2 = inputs()
     out = cupy.zeros((33, 512), a.dtype)
     dispatcher.run(a, b1, b2, out=out)
-    assert len(dispatcher._launches) == 1
+    assert len(dispatcher._quick.launches) == 1
     for scale in (1.0, 2.0, 0.5):  # it reads what is there now
         a *= scale
         out.fill(np.nan)
         assert dispatcher.run(a, b1, b2, out=out) is out
         assert_right(out, a, b1, b2)
-    assert len(dispatcher._launches) == 1
+    assert len(dispatcher._quick.launches) == 1
     assert dispatcher.counters().calls == {"heuristic": 4}
 
 
@@ -111,14 +111,14 @@ def test_arrays_that_are_gone_are_not_kept(cupy: Any, dispatcher: Dispatcher) ->
 def test_so_many_launches_are_kept_and_no_more(
     cupy: Any, dispatcher: Dispatcher, inputs: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autodispatch import dispatcher as module
+    from autodispatch import quick
 
-    monkeypatch.setattr(module, "MAX_LAUNCHES", 10)
+    monkeypatch.setattr(quick, "MAX_LAUNCHES", 10)
     arguments = inputs()
     outs = cupy.zeros((25, 33, 512), np.float16)
     for out in outs:
         dispatcher.run(*arguments, out=out)
-    assert 0 < len(dispatcher._launches) <= 10
+    assert 0 < len(dispatcher._quick.launches) <= 10
     assert all(same(cupy, out, outs[0]) for out in outs)
 
 
