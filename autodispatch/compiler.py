@@ -72,7 +72,8 @@ class CompiledKernel:
 
     def pack(self, launch: LaunchConfig, arguments: tuple[Any, ...], stream: int) -> PackedLaunch:
         """The same launch, ready to be repeated on a stream."""
-        return PackedLaunch(self.function.kernel.ptr, launch, arguments, stream)
+        function = getattr(self.function, "kernel", self.function)  # of a RawKernel, or the function itself
+        return PackedLaunch(function.ptr, launch, arguments, stream)
 
 
 def architecture(compute_capability: tuple[int, int]) -> str:

@@ -45,6 +45,7 @@ _EXPOSED_STORE_CYCLES = 3_300.0  # of a 128 x 128 tile, measured likewise
 _SUSTAINED_CLOCK = 0.93  # under the load of the tensor cores, and less where small tiles move more bytes:
 _BYTES_POWER_COST = 12.0  # times 1 / rows + 1 / columns of the tile
 _HALF_BOX_COST = 2.5  # of columns in boxes under 128 bytes
+_SPLIT_LINES_COST = 1.06  # in global memory, of boxes that do not begin at lines
 _BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by the alignment of the weights' boxes
 _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
@@ -144,6 +145,7 @@ def _predict_wgmma(
     tile_bytes = (work.tile_m + work.products * (work.loaded_n or work.tile_n)) * problem.k * problem.item_bytes
     l2_rate = clock * min(_BOX_BYTES_PER_CLOCK[aligned], 48.0 if small else 64.0)
     memory = problem.bytes_moved / bandwidth * (_FEW_SMALL_STAGES_COST if small and work.stages < 4 else 1.0)
+    memory *= 1.0 if aligned == _LINE_BYTES else _SPLIT_LINES_COST
     launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     if small:
         l2 = rounds * tile_bytes / l2_rate

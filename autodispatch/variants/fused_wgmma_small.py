@@ -84,7 +84,18 @@ class FusedWgmmaSmall(Variant):
 
     def work(self, config: FusedWgmmaSmallConfig, problem: Problem) -> Work:
         shared = config.shared_bytes(problem.layout)
-        return Work(Unit.WGMMA_SMALL, config.tiles(problem), config.tile_m, config.tile_n, 2, config.threads, shared, 1)
+        return Work(
+            Unit.WGMMA_SMALL,
+            config.tiles(problem),
+            config.tile_m,
+            config.tile_n,
+            2,
+            config.threads,
+            shared,
+            1,
+            loaded_n=loaded_columns(config.tile_n, problem.layout),
+            stages=config.num_stages,
+        )
 
     def executable(self, config: FusedWgmmaSmallConfig, problem: Problem, device: DeviceInfo) -> Executable:
         launch = LaunchConfig((config.tiles(problem), 1), config.threads, config.shared_bytes(problem.layout))
