@@ -6,6 +6,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,13 @@ from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.problem import Problem
 from autodispatch.reference import make_inputs
+from autodispatch.settings import Settings
 
 _CALLS = 400  # between two waits for the device, whose queue must not fill up
 KNOWN_KEYS = 10_000
 _PROBLEM = Problem(1, 256, 256, "float16", "nk")  # so small that the device is done before the next call
 _CANDIDATE = "fused_gemv"
+_BARE = "bare launch (CuPy)"
 
 
 class Overhead(NamedTuple):
@@ -32,12 +35,12 @@ class Overhead(NamedTuple):
 def measure(device: DeviceInfo, rounds: int = 30) -> list[Overhead]:
     """The ways to call, the bare launch first. Needs a GPU; PyTorch's ways are there where it is installed."""
     cupy = import_cupy()
-    dispatcher = Dispatcher()
+    dispatcher = Dispatcher(replace(Settings.from_environment(), mode="off"))
     with on_device(device.index):
         inputs = make_inputs(_PROBLEM, device)
         a, b1, b2 = inputs.a, inputs.b1, inputs.b2
         out = cupy.empty((_PROBLEM.m, _PROBLEM.n), a.dtype)
-        ways = {"bare launch (CuPy RawKernel)": _bare(dispatcher, device, a, b1, b2, out)}
+        ways = {_BARE: _bare(dispatcher, device, a, b1, b2, out)}
         ways["run, out given"] = lambda: dispatcher.run(a, b1, b2, out=out, candidate=_CANDIDATE)
         ways["run"] = lambda: dispatcher.run(a, b1, b2, candidate=_CANDIDATE)
         if importlib.util.find_spec("torch") is not None:
@@ -51,9 +54,9 @@ def measure(device: DeviceInfo, rounds: int = 30) -> list[Overhead]:
         for i in range(KNOWN_KEYS):
             dispatcher.run(a, b1, b2, out=several[i : i + 1], candidate=_CANDIDATE)
         more = {f"{way}, {KNOWN_KEYS:,} keys known": call for way, call in ways.items() if "out given" in way}
-        again = _timed(cupy, {"bare": ways["bare launch (CuPy RawKernel)"], **more}, rounds)
+        again = _timed(cupy, {_BARE: ways[_BARE], **more}, rounds)
     dispatcher.close()
-    bare, bare_again = found["bare launch (CuPy RawKernel)"], again.pop("bare")
+    bare, bare_again = found[_BARE], again.pop(_BARE)
     rows = [Overhead(way, us, us - bare) for way, us in found.items()]
     return rows + [Overhead(way, us, us - bare_again) for way, us in again.items()]
 

@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AUTODISPATCH_DB_PATH", "AUTODISPATCH_MODE", "AUTODISPATCH_EFFORT", "AUTODISPATCH_RECORD_MISSES"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("DB_PATH", "MODE", "EFFORT", "RECORD_MISSES", "PIN", "STRICT", "LOG", "RELOAD_S"):
+        monkeypatch.delenv(f"AUTODISPATCH_{name}", raising=False)
     monkeypatch.setenv("AUTODISPATCH_DB", str(tmp_path / "tuning.db"))
     monkeypatch.setattr(resources, "seeds", list)  # what is shipped must not decide a test
 
