@@ -126,11 +126,10 @@ class LocalRunner(Runner):
     def load(self, problem: Problem, candidates: Sequence[Candidate]) -> int:
         self.unload()
         self._problem = problem
-        # builds begin first, since they need no GPU but for a moment at their end
+        foreign_load = self.bench.foreign_load()
+        self.bench.load(problem)  # before the builds: what it compiles would wait for theirs
         self._pool = ThreadPoolExecutor(usable_cores(), initializer=_step_back)
         self._builds = {c: self._pool.submit(c.executable, problem, self.device) for c in candidates}
-        foreign_load = self.bench.foreign_load()
-        self.bench.load(problem)
         return foreign_load
 
     def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:

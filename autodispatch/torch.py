@@ -54,9 +54,9 @@ def swiglu(a: Tensor, b1: Tensor, b2: Tensor, activation: str = "silu", math: st
 @swiglu.register_kernel("cpu")
 def _on_cpu(a: Tensor, b1: Tensor, b2: Tensor, activation: str = "silu", math: str = "exact") -> Tensor:
     check_choice("activation", activation, ACTIVATIONS)
-    wide = a.dtype if a.dtype == torch.float64 else torch.float32
-    a, b1, b2 = a.to(wide), b1.to(wide), b2.to(wide)
-    return (_FORWARD[activation](a @ b1) * (a @ b2)).to(a.dtype)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    x, y1, y2 = (t.to(wide) for t in (a, b1, b2))
+    return (_FORWARD[activation](x @ y1) * (x @ y2)).to(a.dtype)
 
 
 @swiglu.register_fake
