@@ -7,7 +7,6 @@ host comes first, then a complete one, then the later one, then the larger hash:
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from autodispatch.errors import StoreError
 from autodispatch.migrations import SCHEMA_VERSION
@@ -45,6 +44,7 @@ _KINDS: dict[str, type[Record]] = {
     "decision": DecisionRecord,
 }
 _NAMES = {record_type: name for name, record_type in _KINDS.items()}
+_MEASUREMENT = b'{"record":"measurement",'  # how most lines of an export begin
 
 
 @dataclass
@@ -118,9 +118,10 @@ def export_jsonl(store: TuningStore, path: Path, chosen: Filter = ALL) -> int:
     commands = {r.command for r in records if isinstance(r, SessionRecord) and r.command}
     header = {"format": FORMAT, "schema": SCHEMA_VERSION, "commands": sorted(commands)}
     draft = path.with_name(path.name + ".part")
-    with draft.open("w", encoding="utf-8", newline="\n") as file:
-        for line in (header, *({"record": _NAMES[type(r)], **r.content()} for r in records)):
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    with draft.open("wb") as file:
+        file.write(to_json(header) + b"\n")
+        for record in records:
+            file.write(b'{"record":"%b",%b\n' % (_NAMES[type(record)].encode(), to_json(record)[1:]))
     os.replace(draft, path)
     return len(records)
 
@@ -268,6 +269,12 @@ def _from_jsonl(path: Path) -> Iterator[Record | str]:
                 raise StoreError(
                     f"{path} must have lines of at most {MAX_LINE_BYTES} bytes (got more in line {number})"
                 )
+            if number > 1 and line.startswith(_MEASUREMENT):  # straight into a record
+                try:
+                    yield MeasurementRecord.model_validate_json(b"{" + line[len(_MEASUREMENT) :])
+                except ValidationError as cause:
+                    yield f"line {number}: {_short(cause)}"
+                continue
             try:
                 content = from_json(line, allow_inf_nan=False)
             except ValueError as cause:

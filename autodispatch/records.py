@@ -16,7 +16,7 @@ from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 
 PROTOCOL_VERSION = 3  # 2: a rest after each timed unit; 3: shorter screening of more candidates
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
 Status = Literal[
     "ok",
@@ -134,7 +134,7 @@ class ProblemRecord(Record):
 
     @property
     def problem(self) -> Problem:
-        return _problem(*(getattr(self, f) for f in PROBLEM_FIELDS))
+        return _problem(*_fields_of_problem(self))
 
 
 class MeasurementRecord(ProblemRecord):
@@ -176,9 +176,15 @@ class MeasurementRecord(ProblemRecord):
 
     @property
     def content_id(self) -> str:
-        content = self.content()
-        del content["id"]
-        return content_hash(content)
+        names, values_of = self._all_but_id()
+        return _hash(dict(zip(names, values_of(self), strict=True)))
+
+    @classmethod
+    @cache
+    def _all_but_id(cls) -> tuple[tuple[str, ...], Callable[[Record], tuple[Any, ...]]]:
+        """The fields that make the id, sorted, since most of a large import is hashing."""
+        names = tuple(sorted(c for c in cls.columns() if c != "id"))
+        return names, attrgetter(*names)
 
 
 class DecisionRecord(ProblemRecord):
@@ -209,6 +215,9 @@ class DecisionRecord(ProblemRecord):
         return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+_fields_of_problem = attrgetter(*PROBLEM_FIELDS)
+
+
 @lru_cache(maxsize=4096)
 def _problem(*fields: Any) -> Problem:
     """Of a problem there are many measurements."""
@@ -221,4 +230,9 @@ def problem_fields(problem: Problem) -> dict[str, Any]:
 
 def content_hash(content: dict[str, Any]) -> str:
     """A hash of named values that depends neither on their order nor on the machine."""
-    return hashlib.sha256(_canonical(content).encode()).hexdigest()[:32]
+    return _hash(dict(sorted(content.items())))
+
+
+def _hash(content: dict[str, Any]) -> str:
+    """Of named values in sorted order."""
+    return hashlib.sha256(_as_json(content).encode()).hexdigest()[:32]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json, to_json
 from sqlite_utils import Database
 
 from autodispatch.database import TuningDatabase
@@ -265,7 +266,7 @@ def _find_decision(db: Database, record: DecisionRecord) -> DecisionRecord | Non
 
 
 def _row(record: Record) -> tuple[Any, ...]:
-    return tuple([json.dumps(v) if type(v) is list else v for v in record.values()])
+    return tuple([to_json(v).decode() if type(v) is list else v for v in record.values()])
 
 
 def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -284,5 +285,11 @@ def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 def as_record(record_type: type[Any], row: dict[str, Any]) -> Any:
     """A row as a record. Raises pydantic's ValidationError, or ValueError for broken JSON."""
-    values = {k: json.loads(v) if k in _JSON_COLUMNS else v for k, v in row.items()}
-    return record_type(**values)
+    lists = {c: from_json(row[c], allow_inf_nan=False) for c in _lists_of(record_type) if c in row}
+    return record_type(**{**row, **lists})
+
+
+@cache
+def _lists_of(record_type: Any) -> tuple[str, ...]:
+    """The columns that hold a list as JSON."""
+    return tuple(c for c in record_type.columns() if c in _JSON_COLUMNS)
