@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache, lru_cache
@@ -11,12 +12,15 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import to_json
 
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 
 PROTOCOL_VERSION = 3  # 2: a rest after each timed unit; 3: shorter screening of more candidates
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
+# where pydantic may write JSON otherwise than the standard library: exponents, or many zeros after the point
+_WRITTEN_OTHERWISE = re.compile(rb"[0-9]e-?[0-9]|[:,\[]-?0\.0000|\\u")
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
 Status = Literal[
     "ok",
@@ -234,5 +238,8 @@ def content_hash(content: dict[str, Any]) -> str:
 
 
 def _hash(content: dict[str, Any]) -> str:
-    """Of named values in sorted order."""
-    return hashlib.sha256(_as_json(content).encode()).hexdigest()[:32]
+    """Of named values in sorted order, as the standard library writes them in JSON; pydantic does that faster."""
+    text = to_json(content, inf_nan_mode="constants")
+    if not text.isascii() or _WRITTEN_OTHERWISE.search(text):
+        text = _as_json(content).encode()
+    return hashlib.sha256(text).hexdigest()[:32]

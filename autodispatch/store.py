@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -285,11 +284,5 @@ def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 def as_record(record_type: type[Any], row: dict[str, Any]) -> Any:
     """A row as a record. Raises pydantic's ValidationError, or ValueError for broken JSON."""
-    lists = {c: from_json(row[c], allow_inf_nan=False) for c in _lists_of(record_type) if c in row}
+    lists = {c: from_json(row[c], allow_inf_nan=False) for c in _JSON_COLUMNS if c in row}
     return record_type(**{**row, **lists})
-
-
-@cache
-def _lists_of(record_type: Any) -> tuple[str, ...]:
-    """The columns that hold a list as JSON."""
-    return tuple(c for c in record_type.columns() if c in _JSON_COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import sqlite3
@@ -11,6 +12,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from autodispatch import exchange, resources
 from autodispatch.errors import StoreError
 from autodispatch.problem import Problem
-from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord, SessionRecord
+from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord, SessionRecord, content_hash
 from autodispatch.store import TABLES, TuningStore
 from autodispatch.variants import VARIANTS
 from tests.stored import CPU, PROBLEM, begin, decision, filled, measurement
@@ -396,3 +398,18 @@ def test_a_shipped_seed_loads_whole_and_is_named_by_its_device(path: Path) -> No
     stale = {m.variant for m in store.all_of(MeasurementRecord) if VARIANTS[m.variant].digest != m.digest}
     if stale:  # such records are misses, not errors
         warnings.warn(f"tune {path.name} again: {', '.join(sorted(stale))} changed since", stacklevel=1)
+
+
+_VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text()),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), _VALUES, max_size=6))
+@hypothesis.example({"x": [1e-5, 9.9e-05, 1e-4, 1e16, 1e15, -0.0, 5e-324]})
+@hypothesis.example({"config": '{"a":0.00001}', "b": '\x1f\x7f\u2028"\\/'})
+def test_the_hash_is_that_of_the_standard_librarys_json(content: dict[str, Any]) -> None:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert content_hash(content) == hashlib.sha256(text.encode()).hexdigest()[:32]
