@@ -7,9 +7,11 @@ host comes first, then a complete one, then the later one, then the larger hash:
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -83,6 +85,19 @@ class Filter:
 ALL = Filter()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's collector of cycles, which would look at each of many records again and again, and records
+    have none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def select(store: TuningStore, chosen: Filter = ALL) -> list[Record]:
     """The records that a filter takes and what they refer to, in a stable order."""
     device_key = chosen.device_key
@@ -114,7 +129,8 @@ def export_jsonl(store: TuningStore, path: Path, chosen: Filter = ALL) -> int:
 
     Returns the number of records.
     """
-    records = select(store, chosen)
+    with _uncollected():
+        records = select(store, chosen)
     commands = {r.command for r in records if isinstance(r, SessionRecord) and r.command}
     header = {"format": FORMAT, "schema": SCHEMA_VERSION, "commands": sorted(commands)}
     draft = path.with_name(path.name + ".part")
@@ -158,7 +174,8 @@ def import_file(
     with path.open("rb") as file:
         is_sqlite = file.read(16) == b"SQLite format 3\0"
     candidates = _from_sqlite(path) if is_sqlite else _from_jsonl(path)
-    records, rejected = _sound(candidates, registry or Registry())
+    with _uncollected():
+        records, rejected = _sound(candidates, registry or Registry())
     here = socket.gethostname()
 
     @cache
@@ -170,7 +187,8 @@ def import_file(
         ranks = [(is_local(d.session_id), d.complete, d.decided_at, content_hash(d.content())) for d in (new, old)]
         return replace_decisions or ranks[0] > ranks[1]
 
-    added = store.add_all(records, supersedes, dry_run=dry_run)
+    with _uncollected():
+        added = store.add_all(records, supersedes, dry_run=dry_run)
     kept = len(records) - sum(added.new.values()) - added.superseded
     return ImportReport(added.new, added.superseded, kept, rejected)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache, lru_cache
@@ -19,8 +18,7 @@ from autodispatch.problem import Problem
 
 PROTOCOL_VERSION = 3  # 2: a rest after each timed unit; 3: shorter screening of more candidates
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
-# where pydantic may write JSON otherwise than the standard library: exponents, or many zeros after the point
-_WRITTEN_OTHERWISE = re.compile(rb"[0-9]e-?[0-9]|[:,\[]-?0\.0000|\\u")
+_PLAIN = (1e-4, 1e16)  # between these, and 0, floats are written without an exponent
 PROBLEM_FIELDS = ("m", "n", "k", "dtype", "layout", "alignment", "activation", "precision", "math")
 Status = Literal[
     "ok",
@@ -181,12 +179,25 @@ class MeasurementRecord(ProblemRecord):
     @property
     def content_id(self) -> str:
         names, values_of = self._all_but_id()
-        return _hash(dict(zip(names, values_of(self), strict=True)))
+        content = dict(zip(names, values_of(self), strict=True))
+        if self._has_plain_numbers():  # most of a large import is hashing, and pydantic writes JSON faster
+            text = to_json(content)
+            if text.isascii() and b"\\u" not in text and b"\x7f" not in text:  # as the standard library would
+                return _digest(text)
+        return _digest(_as_json(content).encode())
+
+    def _has_plain_numbers(self) -> bool:
+        low, high = _PLAIN
+        samples = self.samples_us
+        numbers = (self.median_us, self.p20_us, self.p80_us, self.mad_us, self.relative_error, self.max_error)
+        return (not samples or (min(samples) >= low and max(samples) < high)) and all(
+            not x or low <= x < high for x in numbers
+        )
 
     @classmethod
     @cache
     def _all_but_id(cls) -> tuple[tuple[str, ...], Callable[[Record], tuple[Any, ...]]]:
-        """The fields that make the id, sorted, since most of a large import is hashing."""
+        """The fields that make the id, sorted, and what reads them off a record."""
         names = tuple(sorted(c for c in cls.columns() if c != "id"))
         return names, attrgetter(*names)
 
@@ -234,12 +245,8 @@ def problem_fields(problem: Problem) -> dict[str, Any]:
 
 def content_hash(content: dict[str, Any]) -> str:
     """A hash of named values that depends neither on their order nor on the machine."""
-    return _hash(dict(sorted(content.items())))
+    return _digest(_as_json(dict(sorted(content.items()))).encode())
 
 
-def _hash(content: dict[str, Any]) -> str:
-    """Of named values in sorted order, as the standard library writes them in JSON; pydantic does that faster."""
-    text = to_json(content, inf_nan_mode="constants")
-    if not text.isascii() or _WRITTEN_OTHERWISE.search(text):
-        text = _as_json(content).encode()
+def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:32]
