@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -265,7 +266,16 @@ def _find_decision(db: Database, record: DecisionRecord) -> DecisionRecord | Non
 
 
 def _row(record: Record) -> tuple[Any, ...]:
-    return tuple([to_json(v).decode() if type(v) is list else v for v in record.values()])
+    values = list(record.values())
+    for i in _lists_of(type(record)):
+        values[i] = to_json(values[i]).decode()
+    return tuple(values)
+
+
+@cache
+def _lists_of(record_type: type[Record]) -> tuple[int, ...]:
+    """Which columns hold a list, as JSON."""
+    return tuple(i for i, column in enumerate(record_type.columns()) if column in _JSON_COLUMNS)
 
 
 def _good(record_type: type[Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
