@@ -67,6 +67,7 @@ class Planner:
         self._ready: dict[_Key, Ready] = {}
         self._missed: set[tuple[Any, ...]] = set()
         self._tuned: set[tuple[str, Problem]] = set()
+        self._is_tuning = False  # in the thread that holds the lock
         self._served: Counter[str] = Counter()  # calls by what was exchanged since
         self._versions: dict[str, int] = {}
         self._background: _Background | None = None
@@ -178,10 +179,15 @@ class Planner:
         problem, device, origin = selection.problem, selection.device, selection.origin
         mode = self.settings.mode
         if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
-            if (device.key, problem) in self._tuned:
+            # a candidate that calls run while it is tuned is served untuned: the device is being timed on
+            if (device.key, problem) in self._tuned or self._is_tuning:
                 return False
             self._tuned.add((device.key, problem))
-            self._tune(problem, device, layers)
+            self._is_tuning = True
+            try:
+                self._tune(problem, device, layers)
+            finally:
+                self._is_tuning = False
             return True
         if origin is Origin.TUNED:
             return False

@@ -24,7 +24,8 @@ from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
-from autodispatch.variants import VARIANTS, Candidate, Registry
+from autodispatch.variants import VARIANTS, Candidate, Executable, Registry
+from autodispatch.variants.cpu import CpuSplit
 from tests.fakes import FakeVariant, registry_of
 
 CPU = cpu_device()
@@ -272,6 +273,38 @@ def test_threads_that_meet_a_new_problem_tune_it_once(tmp_path: Path, monkeypatc
     for cases in ([arguments(8)] * 8, [arguments(16 + i) for i in range(8)]):
         assert_right_in_threads(d, cases)
     assert len(tuned) == len(set(tuned)) == 9
+
+
+def test_a_candidate_that_calls_run_itself_is_tuned_without_a_deadlock(tmp_path: Path) -> None:
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="tune"), registry=Registry({}))
+
+    class Nested(CpuSplit):
+        name = "nested"
+
+        def executable(self, *arguments: Any) -> Any:
+            whole = super().executable(*arguments)
+
+            class Calling(Executable):
+                def __call__(self, call: Any) -> None:
+                    inner = np.ones((2, 2), np.float32)
+                    d.run(inner, inner, inner, candidate="cpu_split")
+                    d.run(np.ones((3, 2), np.float32), inner, inner)
+                    whole(call)
+
+            return Calling() if arguments[1].n > 2 else whole
+
+    d._registry = Registry({"nested": Nested(), "cpu_split": VARIANTS["cpu_split"]})
+    a, b1, b2 = arguments()
+    done = threading.Event()
+
+    def work() -> None:
+        assert_right(d.run(a, b1, b2, candidate=None), a, b1, b2)
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(60)
+    assert d.layers.user.counts()["decisions"] == 1
+    d.close()
 
 
 def test_the_module_level_functions_share_one_dispatcher(tmp_path: Path) -> None:
