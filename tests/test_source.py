@@ -94,7 +94,7 @@ def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, n
             kernel,
         )
 
-    for module in ("activation_product", "executables", "split_wgmma", "wgmma"):
+    for module in ("activation_product", "executables", "split_wgmma"):
         monkeypatch.setattr(f"autodispatch.variants.{module}.compile_kernel", fake)
     encoded = np.zeros(128, np.uint8).view("V128")
     monkeypatch.setattr(wgmma, "tensor_map", lambda *_: encoded)

@@ -1,0 +1,28 @@
+"""A packed launch is, in memory, what the driver reads: configuration, function and arguments."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from autodispatch.driver import PackedLaunch, _Config
+from autodispatch.launch import LaunchConfig, pointer, size
+
+
+def test_a_packed_launch_holds_what_the_driver_reads() -> None:
+    encoded = np.arange(128, dtype=np.uint8).view("V128")  # as a tensor map
+    arguments = (pointer(2**63 + 5), size(-3), encoded, size(2**40))
+    packed = PackedLaunch(0x1234, LaunchConfig((7, 5), 96, 4096), arguments, stream=0x77)
+    encoded.view(np.uint8)[:] = 0  # the packed one keeps its own
+    configuration, function, parameters = packed.addresses
+    config = _Config.from_address(configuration)
+    assert (list(config.grid), list(config.block)) == ([7, 5, 1], [96, 1, 1])
+    assert (config.shared_bytes, config.stream, config.attributes, config.number_of_attributes) == (4096, 0x77, None, 0)
+    assert function == 0x1234
+    found = (ctypes.c_void_p * 4).from_address(parameters)
+    assert ctypes.c_uint64.from_address(found[0]).value == 2**63 + 5
+    assert ctypes.c_int64.from_address(found[1]).value == -3
+    assert bytes((ctypes.c_uint8 * 128).from_address(found[2])) == bytes(range(128))
+    assert ctypes.c_int64.from_address(found[3]).value == 2**40
+    assert ctypes.sizeof(_Config) == 56  # of CUlaunchConfig, on 64 bits
