@@ -105,7 +105,11 @@ def test_where_nothing_was_measured_the_model_speaks_for_both_paths(explained: A
     assert found.distance is None and found.expected_regret is None
 
 
-def test_the_expected_regret_comes_from_the_other_m_that_were_tuned(store: TuningStore) -> None:
+def test_the_expected_regret_comes_from_the_other_m_that_were_tuned(
+    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where in ("autodispatch.tuner", "autodispatch.explanation"):
+        monkeypatch.setattr(f"{where}.environment", lambda device: VERSIONS)
     registry = Registry(registry_of(CudaFake("any"), CudaFake("library", "split", (20,), is_library=True)))
     tuner = Tuner(store, LocalRunner(FakeWorkbench(H200)), registry)
     for m in (32, 64, 128):
