@@ -177,9 +177,13 @@ class Dispatcher:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(key, family, (ma, mb1, mb2, mo), *options)
+        ready = plan.ready
+        executable = ready.executable if ready is not None else None
         result, packed = self._launch(plan, family, ma, mb1, mb2, mo)
-        if packed is not None and plan.ready is not None:
-            self._quick.remember(family, packed, plan.ready, (a, b1, b2), out, result, options)
+        if packed is not None and ready is not None:
+            self._quick.remember(family, packed, ready, (a, b1, b2), out, result, options)
+            if ready.executable is not executable:  # exchanged by a reload meanwhile
+                self._quick.launches.clear()
         return family.result(result, a) if out is None else out
 
     def warmup(
@@ -314,7 +318,8 @@ class Dispatcher:
                     workspace, memory = 0, None
                 call = Call(operands, workspace, stream)
                 try:
-                    if family.has_quick_calls and memory is None and not plan.settlement.copied:
+                    is_usual = executable is ready.executable and memory is None and not plan.settlement.copied
+                    if family.has_quick_calls and is_usual:
                         packed = executable.pack(call)
                     if packed is None or driver.launch_kernel()(*packed.addresses, None):
                         packed = None

@@ -27,7 +27,7 @@ from autodispatch.errors import (
 from autodispatch.layers import Layers
 from autodispatch.metrics import Counters
 from autodispatch.problem import Problem
-from autodispatch.selection import Origin, Selection, near_miss, selections
+from autodispatch.selection import Origin, Selection, near_miss, selections, stored_selections
 from autodispatch.settings import Settings
 from autodispatch.variants import Candidate, Executable, Registry
 
@@ -106,7 +106,9 @@ class Planner:
 
     def pinned(self, candidate: Candidate | str | None, problem: Problem, device: DeviceInfo) -> Candidate | None:
         """The candidate that the caller, or AUTODISPATCH_PIN, named. Raises ValueError, UnsupportedProblemError."""
-        candidate = candidate if candidate is not None else self.settings.pin
+        name = "candidate"
+        if candidate is None:
+            name, candidate = "AUTODISPATCH_PIN", self.settings.pin
         if candidate is None:
             return None
         if isinstance(candidate, Candidate):
@@ -114,7 +116,7 @@ class Planner:
             return candidate
         if candidate not in self.registry.variants:
             names = ", ".join(self.registry.variants)
-            raise ValueError(f"candidate must be a Candidate or one of {names} (got {candidate!r})")
+            raise ValueError(f"{name} must be a Candidate or one of {names} (got {candidate!r})")
         variant = self.registry.variants[candidate]
         why = variant.unmet(problem, device)
         if why:
@@ -275,18 +277,27 @@ class Planner:
             _, _, its_problem, pinned, max_error = key
             if pinned is not None or problem not in (None, its_problem):
                 continue
-            device = ready.selection.device
+            old, layers = ready.selection, self.layers
+            device = old.device
             try:
-                choices = selections(its_problem, device, self.registry, self.layers, None, max_error)
+                stored = (
+                    stored_selections(its_problem, device, self.registry, layers, max_error)
+                    if layers is not None
+                    else iter(())
+                )
+                first = next(stored, None)
+                if first is None and old.decision is None:
+                    continue  # by the model as before, which need not be asked again
+                choices = selections(its_problem, device, self.registry, layers, None, max_error)
                 first = next(choices)
-                is_same = first.candidate.key == ready.selection.candidate.key
+                is_same = first.candidate.key == old.candidate.key
                 selection, executable = (
                     (first, ready.executable) if is_same else self._first_that_builds(first, choices)
                 )
             except AutodispatchError as cause:
                 _log.warning("%s is served as before: %s", its_problem, cause)
                 continue
-            self._served[ready.selection.origin.value] += ready.calls
+            self._served[old.origin.value] += ready.calls
             ready.selection, ready.executable, ready.calls = selection, executable, 0
             if is_same:
                 continue

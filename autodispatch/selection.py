@@ -76,7 +76,7 @@ def selections(
         yield Selection(pinned, Origin.PINNED, "the caller named it", problem, device)
         return
     if layers is not None:
-        yield from _from_store(problem, device, registry, layers, max_error)
+        yield from stored_selections(problem, device, registry, layers, max_error)
     if max_error is not None:
         raise UnsupportedProblemError(
             f"some candidate of {problem} must be known to keep max_error {max_error:g} (got none that was measured "
@@ -127,10 +127,10 @@ def near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers: 
     return f" ({'; '.join(dict.fromkeys(found))})" if found else ""
 
 
-def _from_store(
+def stored_selections(
     problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers, max_error: float | None
 ) -> Iterator[Selection]:
-    """What was tuned for the problem in any layer, then what was for the nearest m."""
+    """What was tuned for the problem in any layer, then what was for the nearest m: the first of `selections`."""
     for origin in (Origin.TUNED, Origin.BUCKET):
         found = []
         for order, (name, store) in enumerate(layers):

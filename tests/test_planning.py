@@ -156,7 +156,7 @@ def test_a_pin_serves_all_calls_that_name_no_candidate(tmp_path: Path) -> None:
         d.run(*ARGUMENTS, candidate="cpu_fused")
         assert d.counters().calls == {"pinned": 2}
         d.close()
-    with pytest.raises(ValueError, match="candidate must be"):
+    with pytest.raises(ValueError, match="AUTODISPATCH_PIN must be"):
         Dispatcher(Settings(tmp_path / "t.db", pin="unknown")).run(*ARGUMENTS)
 
 
