@@ -97,10 +97,13 @@ class Dispatcher:
     @property
     def planner(self) -> Planner:
         """What makes problems ready, begun at first use."""
+        if (found := self._planner) is not None:  # without the lock, which is held while something is built or tuned
+            return found
         with self._lock:
             if self._planner is None:
                 self.settings.start_log()
-                self._planner = Planner(self.settings, self._registry, lambda: self.layers, self._quick.launches.clear)
+                open_layers = lambda: self.layers  # noqa: E731
+                self._planner = Planner(self.settings, self._registry, open_layers, self._lock, self._quick.clear)
             return self._planner
 
     def run(
@@ -142,13 +145,14 @@ class Dispatcher:
             MemoryError: if a named candidate's scratch memory cannot be had; without a name another one serves.
             CompileError, DeviceError, LaunchError.
         """
-        quick = self._quick.kinds.get(type(a))
+        calls = self._quick
+        quick = calls.kinds.get(type(a))
         if quick is not None:
             try:
                 key = quick.key(a, b1, b2, out, activation, math, precision, max_error, candidate)
             except AttributeError:  # arrays of several kinds, which the long way refuses
                 key = None
-            launch = self._quick.launches.get(key)
+            launch = calls.launches.get(key)
             if launch is not None:
                 dtype = launch.dtype
                 if (
@@ -183,7 +187,7 @@ class Dispatcher:
         if packed is not None and ready is not None:
             self._quick.remember(family, packed, ready, (a, b1, b2), out, result, options)
             if ready.executable is not executable:  # exchanged by a reload meanwhile
-                self._quick.launches.clear()
+                self._quick.clear()
         return family.result(result, a) if out is None else out
 
     def warmup(
@@ -310,11 +314,12 @@ class Dispatcher:
                 stream = family.stream(plan.device.index)
                 executable = ready.executable
                 ready.calls += 1
-                self.planner.counters.copies += len(plan.settlement.copied)
+                if plan.settlement.copied:
+                    self.planner.counters.copies += len(plan.settlement.copied)
                 try:
                     workspace, memory = _workspace(family, executable, plan.device)
                 except MemoryError as cause:
-                    executable = self.planner.without_workspace(ready.selection, cause)
+                    executable = self.planner.without_workspace(ready, cause)
                     workspace, memory = 0, None
                 call = Call(operands, workspace, stream)
                 try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import queue
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autodispatch.background import Background, look_again
 from autodispatch.compiler import number_of_kernels
 from autodispatch.device import DeviceInfo, on_device
-from autodispatch.driver import relax_capture_mode
 from autodispatch.errors import (
     AutodispatchError,
     CompileError,
@@ -45,6 +45,7 @@ class Ready:
 
     selection: Selection
     executable: Executable
+    max_error: float | None = None
     calls: int = 0
 
 
@@ -56,24 +57,32 @@ class Planner:
     """
 
     def __init__(
-        self, settings: Settings, registry: Registry, layers: Callable[[], Layers], on_change: Callable[[], None]
+        self,
+        settings: Settings,
+        registry: Registry,
+        layers: Callable[[], Layers],
+        lock: threading.RLock,
+        on_change: Callable[[], None],
     ) -> None:
         self.settings = settings
         self.registry = registry
         self.counters = Counters()
         self.listener: Callable[[Progress], None] | None = None
         self._open_layers = layers
+        self._lock = lock  # the dispatcher's own: with two, each could wait for the other
         self._on_change = on_change
         self._ready: dict[_Key, Ready] = {}
-        self._missed: set[tuple[Any, ...]] = set()
+        self._missed: set[tuple[str, Problem]] = set()
+        self._warned: set[tuple[Any, ...]] = set()
         self._tuned: set[tuple[str, Problem]] = set()
+        self._unbuildable: set[tuple[Any, ...]] = set()
         self._is_tuning = False  # in the thread that holds the lock
         self._served: Counter[str] = Counter()  # calls by what was exchanged since
+        self._layers: Layers | None = None  # those asked last
         self._versions: dict[str, int] = {}
-        self._background: _Background | None = None
+        self._background: Background | None = None
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
-        self._lock = threading.RLock()
 
     @property
     def layers(self) -> Layers | None:
@@ -93,8 +102,19 @@ class Planner:
         key = (device.key, device.index, problem, pinned, max_error)
         with self._lock:
             ready = self._ready.get(key)
-            if ready is None:
-                ready = self._ready[key] = Ready(*self._bind(problem, device, pinned, max_error))
+            if ready is not None:
+                return ready
+            layers = self.layers if pinned is None else None
+            self._layers = layers or self._layers
+            before = self._watch(layers)
+            try:
+                selection = self._select(problem, device, layers, pinned, max_error)
+                ready = self._ready[key] = Ready(*selection, max_error)
+            finally:  # what is tuned later must find it here, and is tuned also where it cannot be served till then
+                if layers is not None and self.settings.mode == "background" and (device.key, problem) in self._missed:
+                    self._tune_later(problem, device, layers)
+            if layers is not None and before is not None and versions(layers) != before:
+                self.reload(problem)  # tuned while it was built
             return ready
 
     def snapshot(self) -> Counters:
@@ -123,17 +143,24 @@ class Planner:
             raise UnsupportedProblemError(f"{candidate} requires {'; '.join(why)} (got {problem} on {device.name})")
         return Candidate(variant, variant.default(problem, device))
 
-    def without_workspace(self, selection: Selection, cause: MemoryError) -> Executable:
+    def without_workspace(self, ready: Ready, cause: MemoryError) -> Executable:
         """A candidate for a call whose scratch memory could not be had."""
+        selection, max_error = ready.selection, ready.max_error
         if selection.origin is Origin.PINNED:
             raise cause
         problem, device = selection.problem, selection.device
-        for other in selections(problem, device, self.registry):
-            variant, config = other.candidate.variant, other.candidate.config
-            if variant.path == "fused" and variant.workspace_bytes(config, problem) == 0:
-                _log.warning("no memory for scratch space (%s); %s serves this call", cause, other.candidate)
-                self.counters.fallbacks += 1
-                return other.candidate.executable(problem, device)
+        layers = self.layers if max_error is not None else None
+        with contextlib.suppress(UnsupportedProblemError):  # nothing that keeps max_error
+            for other in selections(problem, device, self.registry, layers, None, max_error):
+                variant, config = other.candidate.variant, other.candidate.config
+                if variant.path == "fused" and variant.workspace_bytes(config, problem) == 0:
+                    try:
+                        executable = other.candidate.executable(problem, device)
+                    except (CompileError, LaunchError, UnsupportedProblemError):
+                        continue
+                    _log.warning("no memory for scratch space (%s); %s serves this call", cause, other.candidate)
+                    self.counters.fallbacks += 1
+                    return executable
         raise cause
 
     def close(self) -> None:
@@ -142,18 +169,31 @@ class Planner:
         if self._background is not None:
             self._background.close()
 
-    def _bind(
-        self, problem: Problem, device: DeviceInfo, pinned: Candidate | None, max_error: float | None
+    def _select(
+        self,
+        problem: Problem,
+        device: DeviceInfo,
+        layers: Layers | None,
+        pinned: Candidate | None,
+        max_error: float | None,
     ) -> tuple[Selection, Executable]:
-        """The first selection that builds. A tuned candidate that does not is passed over with a warning."""
-        layers = self.layers
+        """The first selection that builds, after what the settings say about one that was not tuned."""
         choices = selections(problem, device, self.registry, layers, pinned, max_error)
-        first = next(choices)
-        if layers is not None and pinned is None:
-            self._watch(layers)
-            if self._act_on(first, layers):
-                choices = selections(problem, device, self.registry, layers, None, max_error)
-                first = next(choices)
+        refused: UnsupportedProblemError | None = None
+        try:
+            first = next(choices)
+        except UnsupportedProblemError as cause:
+            if max_error is None or layers is None:
+                raise
+            refused = cause  # nothing measured keeps max_error
+        origin = None if refused is not None else first.origin
+        if layers is not None and self._act_on(problem, device, origin, layers):
+            choices = selections(problem, device, self.registry, layers, None, max_error)
+            first, refused = next(choices), None
+        if refused is not None:
+            raise refused
+        if self.settings.strict and first.origin in (Origin.HEURISTIC, Origin.LIBRARY):
+            raise NotTunedError(_advice(problem, device) + near_miss(problem, device, self.registry, layers))
         return self._first_that_builds(first, choices)
 
     def _first_that_builds(self, first: Selection, choices: Iterator[Selection]) -> tuple[Selection, Executable]:
@@ -173,13 +213,15 @@ class Planner:
                     raise
                 _log.warning("%s is passed over: %s", selection.candidate, cause)
                 self.counters.fallbacks += 1
+                self._unbuildable.add(_named(selection))
                 last = cause
         raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})") from last
 
-    def _act_on(self, selection: Selection, layers: Layers) -> bool:
-        """Does what the settings say about a selection that was or was not tuned; True if that was to tune now."""
-        problem, device, origin = selection.problem, selection.device, selection.origin
+    def _act_on(self, problem: Problem, device: DeviceInfo, origin: Origin | None, layers: Layers) -> bool:
+        """Does what the settings say about a selection of this origin, or none; True if that was to tune now."""
         mode = self.settings.mode
+        if origin is not Origin.TUNED:
+            self._miss(problem, device, origin, layers)
         if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
             # a candidate that calls run while it is tuned is served untuned: the device is being timed on
             if (device.key, problem) in self._tuned or self._is_tuning:
@@ -191,27 +233,24 @@ class Planner:
             finally:
                 self._is_tuning = False
             return True
-        if origin is Origin.TUNED:
-            return False
+        return False
+
+    def _miss(self, problem: Problem, device: DeviceInfo, origin: Origin | None, layers: Layers) -> None:
+        """Counts, records and tells a problem that was not tuned, once each."""
+        if (device.key, problem) in self._missed:
+            return
+        self._missed.add((device.key, problem))
         self.counters.misses += 1
         if self.settings.record_misses:
             try:
                 layers.user.record_miss(device.key, problem)
             except StoreError as cause:
                 _log.warning("the miss of %s was not recorded: %s", problem, cause)
-        if mode == "background":
-            self._tune_later(problem, device, layers)
-            return False
-        if origin is Origin.BUCKET:
-            return False
-        advice = f"{problem} is not tuned on {device.name}; to tune it: autodispatch tune {problem.options}"
-        if self.settings.strict:
-            raise NotTunedError(advice + near_miss(problem, device, self.registry, layers))
         kind = (device.key, problem.n, problem.k, problem.dtype, problem.layout)
-        if kind not in self._missed:
-            self._missed.add(kind)
-            _log.warning("%s", advice)
-        return False
+        is_told = origin is Origin.BUCKET or self.settings.strict or self.settings.mode != "cache"
+        if not is_told and kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", _advice(problem, device))
 
     def _tune(self, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
         # imported here, since a call measures only where its user asked for it
@@ -240,114 +279,99 @@ class Planner:
             return
         self._tuned.add((device.key, problem))
         if self._background is None:
-            self._background = _Background()
+            self._background = Background()
         self._background.add(lambda runner: self._tune_and_reload(runner, problem, layers), device)
 
     def _tune_and_reload(self, runner: Runner, problem: Problem, layers: Layers) -> None:
         self._tune_with(runner, problem, layers)
         self.reload(problem)
 
-    def _watch(self, layers: Layers) -> None:
-        """Begins to look, every so many seconds, whether another process changed a database."""
-        if self._watcher is not None or self.settings.reload_s <= 0:
-            return
-        self._versions = versions(layers)
-        self._watcher = threading.Thread(target=self._look_again, name="autodispatch-reload", daemon=True)
-        self._watcher.start()
+    def _watch(self, layers: Layers | None) -> dict[str, int] | None:
+        """Begins to look, every so many seconds, whether another process changed a database; returns their versions
+        now. None where nobody is to look."""
+        if layers is None or self.settings.reload_s <= 0:
+            return None
+        found = versions(layers)
+        if self._watcher is None:
+            self._versions = found
+            arguments = (weakref.ref(self), self._closed, self.settings.reload_s)
+            self._watcher = threading.Thread(target=look_again, args=arguments, name="autodispatch-reload", daemon=True)
+            self._watcher.start()
+        return found
 
-    def _look_again(self) -> None:
-        _stay_out_of_captures()
-        while not self._closed.wait(self.settings.reload_s):
-            try:
-                layers = self.layers
-                found = versions(layers) if layers is not None and not self._closed.is_set() else self._versions
-                if found != self._versions:
-                    self._versions = found
-                    self.reload()
-            except Exception as cause:  # a database that comes and goes must not end the looking
-                _log.debug("no reload: %s", cause)
+    def reload_if_changed(self) -> None:
+        """Selects anew where a database was written by others since the last time. Raises StoreError if one cannot be
+        read; then the next time does."""
+        found = {name: store.version() for name, store in self._layers or ()}
+        if found != self._versions and self.reload():
+            self._versions = found
 
-    def reload(self, problem: Problem | None = None) -> None:
+    def reload(self, problem: Problem | None = None) -> bool:
         """Selects anew for what is ready, or for one problem of it, and exchanges what is served otherwise now.
 
-        Whatever must be built is built here, so that no call waits for it.
+        Whatever must be built is built here, so that no call waits for it. Returns False if a database could not be
+        read; then all stays as it was for the problems that it may hold.
         """
-        changed = False
+        changed, complete = False, True
+        layers = self._layers
         for key, ready in list(self._ready.items()):
             _, _, its_problem, pinned, max_error = key
-            if pinned is not None or problem not in (None, its_problem):
+            if pinned is not None or layers is None or problem not in (None, its_problem):
                 continue
-            old, layers = ready.selection, self.layers
-            device = old.device
             try:
-                stored = (
-                    stored_selections(its_problem, device, self.registry, layers, max_error)
-                    if layers is not None
-                    else iter(())
-                )
-                first = next(stored, None)
-                if first is None and old.decision is None:
-                    continue  # by the model as before, which need not be asked again
-                choices = selections(its_problem, device, self.registry, layers, None, max_error)
-                first = next(choices)
-                is_same = first.candidate.key == old.candidate.key
-                selection, executable = (
-                    (first, ready.executable) if is_same else self._first_that_builds(first, choices)
-                )
+                found = self._select_anew(ready.selection, layers, max_error)
+            except StoreError as cause:
+                _log.debug("%s is served as before: %s", its_problem, cause)
+                complete = False
+                continue
             except AutodispatchError as cause:
                 _log.warning("%s is served as before: %s", its_problem, cause)
                 continue
-            self._served[old.origin.value] += ready.calls
-            ready.selection, ready.executable, ready.calls = selection, executable, 0
-            if is_same:
+            if found is None:
                 continue
-            changed = True
-            _log.info("%s on %s: from now on %s, %s", its_problem, device.name, selection.candidate, selection.reason)
+            old, (selection, executable) = ready.selection, found
+            is_same = selection.candidate.key == old.candidate.key
+            self._served[old.origin.value] += ready.calls
+            ready.calls, ready.selection = 0, selection
+            if not is_same and executable is not None:
+                ready.executable, changed = executable, True
+                _log.info("%s: from now on %s, %s", its_problem, selection.candidate, selection.reason)
         if changed:
             self._on_change()
+        return complete
+
+    def _select_anew(
+        self, old: Selection, layers: Layers, max_error: float | None
+    ) -> tuple[Selection, Executable | None] | None:
+        """What serves a problem now, with an executable if it is another candidate; None where all stays as it is."""
+        problem, device = old.problem, old.device
+        stored = stored_selections(problem, device, self.registry, layers, max_error, strict=True)
+        usable = (s for s in stored if _named(s) not in self._unbuildable)
+        first = next(usable, None)
+        if first is None and old.decision is None:
+            return None  # by the model as before, which need not be asked again
+        others = iter(()) if max_error is not None else selections(problem, device, self.registry)
+        choices = itertools.chain(usable, others)
+        first = first or next(choices, None)
+        if first is None:
+            return None
+        if first.candidate.key == old.candidate.key:
+            return first, None
+        return self._first_that_builds(first, choices)
 
 
-class _Background:
-    """A thread that tunes one problem after the other, each device's candidates in a process of their own."""
+def _named(selection: Selection) -> tuple[Any, ...]:
+    return selection.device.key, selection.device.index, selection.problem, *selection.candidate.key
 
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Callable[[Runner], None], DeviceInfo] | None] = queue.SimpleQueue()
-        self._runners: dict[str, Runner] = {}
-        self._thread = threading.Thread(target=self._work, name="autodispatch-tune", daemon=True)
-        self._thread.start()
 
-    def add(self, work: Callable[[Runner], None], device: DeviceInfo) -> None:
-        self._waiting.put((work, device))
-
-    def close(self) -> None:
-        self._waiting.put(None)
-        for runner in list(self._runners.values()):
-            runner.close()
-
-    def _work(self) -> None:
-        from autodispatch.worker import runner_for
-
-        _stay_out_of_captures()
-        while (item := self._waiting.get()) is not None:
-            work, device = item
-            name = f"{device.kind}:{device.index}"
-            if name not in self._runners:
-                self._runners[name] = runner_for(device)
-            try:
-                work(self._runners[name])
-            except Exception as cause:
-                _log.warning("tuning in the background: %s", cause)
+def _advice(problem: Problem, device: DeviceInfo) -> str:
+    return f"{problem} is not tuned on {device.name}; to tune it: autodispatch tune {problem.options}"
 
 
 def versions(layers: Layers) -> dict[str, int]:
-    """A number for each database that changes when another process or connection writes to it."""
+    """A number for each database that can be read, which changes when another process or connection writes to it."""
     found = {}
     for name, store in layers:
         with contextlib.suppress(StoreError):
             found[name] = store.version()
     return found
-
-
-def _stay_out_of_captures() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # without a driver there is nothing to capture
-        relax_capture_mode()

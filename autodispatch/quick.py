@@ -68,11 +68,15 @@ class QuickCalls:
             return
         self.kinds[kind] = quick
         if len(self.launches) >= MAX_LAUNCHES:
-            self.launches.clear()
-            self.shapes.clear()
+            self.clear()
         self.launches[key] = QuickLaunch(packed, inputs[0].dtype, ready)
         if out is None:
             self.shapes[quick.key(*inputs, None, *options)] = tuple(result.shape)
+
+    def clear(self) -> None:
+        """Forgets all launches; the next calls go the long way."""
+        self.launches.clear()
+        self.shapes.clear()
 
 
 def _quick_for(family: Family, kind: type) -> Quick | None:
@@ -120,7 +124,8 @@ def _torch(torch: Any) -> Quick:
     is_grad_enabled = torch.is_grad_enabled
 
     def key(a: Any, b1: Any, b2: Any, out: Any, *options: Any) -> Key:
-        if (a.requires_grad or b1.requires_grad or b2.requires_grad) and is_grad_enabled():
+        wants_grad = a.requires_grad or b1.requires_grad or b2.requires_grad or (out is not None and out.requires_grad)
+        if wants_grad and is_grad_enabled():
             return None
         device = a.get_device()
         if device < 0 or (is_elsewhere is not None and is_elsewhere(device)):

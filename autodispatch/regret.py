@@ -15,7 +15,8 @@ from autodispatch.variants import Candidate, Registry
 
 
 class Regret(NamedTuple):
-    """How much slower the pick for a problem that was not tuned is than what was tuned for it; 0.01 is 1 %."""
+    """How much slower the pick for a problem that was not tuned is than what was tuned for it; 0.01 is 1 %, infinity a
+    pick that failed."""
 
     selection: Selection
     best: Candidate
@@ -48,4 +49,4 @@ def measure(
         rivals = list(dict.fromkeys((best, selection.candidate)))
         times = {r.candidate: r.timing.median for r in tuner.survey(problem, rivals, rounds) if r.timing}
         best_us = min(times.values())
-        yield Regret(selection, best, times.get(selection.candidate, best_us), best_us)
+        yield Regret(selection, best, times.get(selection.candidate, float("inf")), best_us)

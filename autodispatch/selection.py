@@ -72,6 +72,8 @@ def selections(
 
     With `max_error` only what was measured counts, and of that what kept it; UnsupportedProblemError if nothing did.
     """
+    if max_error is not None and not (isinstance(max_error, (int, float)) and max_error > 0):
+        raise ValueError(f"max_error must be a positive number (got {max_error!r})")
     if pinned is not None:
         yield Selection(pinned, Origin.PINNED, "the caller named it", problem, device)
         return
@@ -128,9 +130,18 @@ def near_miss(problem: Problem, device: DeviceInfo, registry: Registry, layers: 
 
 
 def stored_selections(
-    problem: Problem, device: DeviceInfo, registry: Registry, layers: Layers, max_error: float | None
+    problem: Problem,
+    device: DeviceInfo,
+    registry: Registry,
+    layers: Layers,
+    max_error: float | None,
+    *,
+    strict: bool = False,
 ) -> Iterator[Selection]:
-    """What was tuned for the problem in any layer, then what was for the nearest m: the first of `selections`."""
+    """What was tuned for the problem in any layer, then what was for the nearest m: the first of `selections`.
+
+    A store that cannot be read is left out with a warning; if `strict`, it raises StoreError.
+    """
     for origin in (Origin.TUNED, Origin.BUCKET):
         found = []
         for order, (name, store) in enumerate(layers):
@@ -140,6 +151,8 @@ def stored_selections(
                 else:
                     decisions = _near(store, device.key, problem)
             except StoreError as cause:
+                if strict:
+                    raise
                 _log.warning("%s; it is left out of this look-up", cause)
                 continue
             found += [(log2_distance(problem.m, d.m), -d.m, order, d, name, store) for d in decisions]
@@ -148,6 +161,8 @@ def stored_selections(
                 ids = [decision.leader] if max_error is None else list(dict.fromkeys(decision.finalists))
                 records = [r for i in ids if (r := store.measurement(i)) is not None]
             except StoreError as cause:
+                if strict:
+                    raise
                 _log.warning("%s; it is left out of this look-up", cause)
                 continue
             for record in records:

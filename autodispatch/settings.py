@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ class Settings:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)} (got {self.effort!r})")
         if self.log is not None and self.log not in LOG_LEVELS:
             raise ValueError(f"log must be one of {', '.join(LOG_LEVELS)} (got {self.log!r})")
-        if not self.reload_s >= 0:
+        if not (math.isfinite(self.reload_s) and self.reload_s >= 0):
             raise ValueError(f"reload_s must be a number of seconds, or 0 (got {self.reload_s!r})")
 
     def start_log(self) -> None:

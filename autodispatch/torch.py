@@ -35,7 +35,6 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _BY_CLASS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
-    "GELU": "gelu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
@@ -150,14 +149,15 @@ class GatedMLP(nn.Module):
 def swap_mlps(model: nn.Module) -> int:
     """Replaces every gated MLP in a model, in place, by a GatedMLP with the same weights; returns how many.
 
-    An MLP is what has `gate_proj` and `up_proj`, both `nn.Linear` without bias, a `down_proj`, and an `act_fn` that is
-    known. Raises ValueError if there is none.
+    An MLP is what has `gate_proj` and `up_proj`, both `nn.Linear` without bias and hooks, a `down_proj`, an `act_fn`
+    that is known, and gives what these should on a few random rows; others are left alone. Raises ValueError if there
+    is none.
     """
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             activation = _activation_of(child)
-            if activation is not None:
+            if activation is not None and _computes(child, activation):
                 setattr(parent, name, GatedMLP(child.gate_proj, child.up_proj, child.down_proj, activation))
                 found += 1
     if not found:
@@ -168,8 +168,27 @@ def swap_mlps(model: nn.Module) -> int:
 def _activation_of(module: nn.Module) -> str | None:
     """The activation of an MLP that can be replaced; None if it cannot, or is none."""
     pair: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
-    plain = all(type(x) is nn.Linear and x.bias is None for x in pair)
-    if not plain or not hasattr(module, "down_proj") or isinstance(module, GatedMLP):
+    plain = all(type(x) is nn.Linear and x.bias is None and not _has_hooks(x) for x in pair)
+    if not plain or not hasattr(module, "down_proj") or _has_hooks(module) or isinstance(module, GatedMLP):
         return None
     act = getattr(module, "act_fn", None)
+    if isinstance(act, nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
     return _BY_CLASS.get(type(act).__name__) or next((k for k, f in _FORWARD.items() if f is act), None)
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _computes(module: Any, activation: str) -> bool:
+    """Whether a module's forward is that of a gated MLP, by a few random rows; on the meta device by its looks."""
+    weight = module.gate_proj.weight
+    if weight.device.type == "meta":
+        return True
+    with torch.no_grad():
+        x = torch.randn(3, weight.shape[1], dtype=torch.float32).to(weight)
+        expected = module.down_proj(_FORWARD[activation](module.gate_proj(x)) * module.up_proj(x))
+        found = module(x)
+    close = torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+    return isinstance(found, Tensor) and close
