@@ -201,6 +201,8 @@ class Planner:
         last: Exception | None = None
         before = number_of_kernels()
         for selection in itertools.chain([first], choices):
+            if _named(selection) in self._unbuildable and selection.origin is not Origin.PINNED:
+                continue
             try:
                 with on_device(device.index):
                     executable = selection.candidate.executable(problem, device)
