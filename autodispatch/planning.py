@@ -158,7 +158,7 @@ class Planner:
                         executable = other.candidate.executable(problem, device)
                     except (CompileError, LaunchError, UnsupportedProblemError):
                         continue
-                    _log.warning("no memory for scratch space (%s); %s serves this call", cause, other.candidate)
+                    _log.warning("no memory for scratch space (%s); %s serves this call", str(cause), other.candidate)
                     self.counters.fallbacks += 1
                     return executable
         raise cause
@@ -198,7 +198,7 @@ class Planner:
 
     def _first_that_builds(self, first: Selection, choices: Iterator[Selection]) -> tuple[Selection, Executable]:
         problem, device = first.problem, first.device
-        last: Exception | None = None
+        last = "all were tried before"  # not the error itself, whose traceback would keep the caller's arrays
         before = number_of_kernels()
         for selection in itertools.chain([first], choices):
             if _named(selection) in self._unbuildable and selection.origin is not Origin.PINNED:
@@ -213,11 +213,11 @@ class Planner:
             except (CompileError, LaunchError, UnsupportedProblemError) as cause:
                 if selection.origin is Origin.PINNED:
                     raise
-                _log.warning("%s is passed over: %s", selection.candidate, cause)
+                last = str(cause)
+                _log.warning("%s is passed over: %s", selection.candidate, last)
                 self.counters.fallbacks += 1
                 self._unbuildable.add(_named(selection))
-                last = cause
-        raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})") from last
+        raise UnsupportedProblemError(f"some candidate must build for {problem} (got none; the last: {last})")
 
     def _act_on(self, problem: Problem, device: DeviceInfo, origin: Origin | None, layers: Layers) -> bool:
         """Does what the settings say about a selection of this origin, or none; True if that was to tune now."""
@@ -247,7 +247,7 @@ class Planner:
             try:
                 layers.user.record_miss(device.key, problem)
             except StoreError as cause:
-                _log.warning("the miss of %s was not recorded: %s", problem, cause)
+                _log.warning("the miss of %s was not recorded: %s", problem, str(cause))
         kind = (device.key, problem.n, problem.k, problem.dtype, problem.layout)
         is_told = origin is Origin.BUCKET or self.settings.strict or self.settings.mode != "cache"
         if not is_told and kind not in self._warned:
@@ -272,7 +272,7 @@ class Planner:
         except DeviceError:
             raise
         except AutodispatchError as cause:
-            _log.warning("%s could not be tuned: %s", problem, cause)
+            _log.warning("%s could not be tuned: %s", problem, str(cause))
 
     # beside the calls
 

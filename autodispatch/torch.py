@@ -190,5 +190,6 @@ def _computes(module: Any, activation: str) -> bool:
         x = torch.randn(3, weight.shape[1], dtype=torch.float32).to(weight)
         expected = module.down_proj(_FORWARD[activation](module.gate_proj(x)) * module.up_proj(x))
         found = module(x)
-    close = torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
-    return isinstance(found, Tensor) and close
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    return bool(torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())))

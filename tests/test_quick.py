@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,6 +17,7 @@ from autodispatch import driver, quick
 from autodispatch.arrays import NumpyFamily
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
+from autodispatch.errors import CompileError
 from autodispatch.problem import Problem
 from autodispatch.quick import Quick
 from autodispatch.settings import Settings
@@ -167,3 +170,29 @@ def test_so_many_launches_are_kept_and_no_more(
     for _ in range(12):
         d.run(a.copy(), b1, b2)
         assert 0 < len(d._quick.launches) <= 5
+
+
+def test_arrays_are_not_kept_also_where_a_candidate_did_not_build(
+    fake: FakeDriver, d: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = d.explain(*arguments()).selection.candidate
+    whole = type(first.variant).executable
+
+    def failing(self: Any, config: Any, *rest: Any) -> Any:
+        if config == first.config:
+            raise CompileError("as the test says")
+        return whole(self, config, *rest)
+
+    monkeypatch.setattr(type(first.variant), "executable", failing)
+    gc.disable()  # nothing is left for it to do
+    try:
+        arrays = list(arguments())
+        for _ in range(3):
+            d.run(*arrays)
+        gone = [weakref.ref(x) for x in arrays]
+        fake.calls.clear()  # the test's own driver keeps what it launches
+        del arrays
+        assert [w() is None for w in gone] == [True] * 3
+    finally:
+        gc.enable()
+    assert "is passed over" in caplog.text

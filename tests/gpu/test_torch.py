@@ -161,3 +161,32 @@ def test_numbers_of_rows_that_change_are_one_export(ours: Any) -> None:
         with torch.no_grad():
             truth = expected(ours, x, gate, up)
             torch.testing.assert_close(exported(x).double().cpu(), truth, rtol=3e-2, atol=3e-2)
+
+
+class LikeAnMlp(torch.nn.Module):
+    def __init__(self, act: Any, factor: float = 1.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(16, 24, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(24, 16, bias=False)
+        self.act_fn, self.factor = act, factor
+
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.factor
+
+
+@pytest.mark.parametrize("act", [torch.nn.SiLU(), torch.nn.GELU(), torch.nn.GELU(approximate="tanh")])
+def test_a_swap_keeps_the_activation_of_the_module(ours: Any, act: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(LikeAnMlp(act)).double()
+    x = 4 * torch.randn(50, 16, dtype=torch.float64)
+    before = model(x)
+    assert ours.swap_mlps(model) == 1
+    torch.testing.assert_close(model(x), before, rtol=1e-9, atol=1e-9)
+
+
+def test_what_only_looks_like_an_mlp_is_left_alone(ours: Any) -> None:
+    hooked = LikeAnMlp(torch.nn.SiLU())
+    hooked.gate_proj.register_forward_hook(lambda module, inputs, output: output * 2)
+    for module in (LikeAnMlp(torch.nn.SiLU(), 2.0), LikeAnMlp(torch.nn.Tanh()), hooked):
+        with pytest.raises(ValueError, match="must have MLPs"):
+            ours.swap_mlps(torch.nn.Sequential(module))
