@@ -10,6 +10,7 @@ import os
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -137,7 +138,7 @@ class TuningDatabase:
             self._check_schema(db)
             if not self.read_only:
                 wanted = "TRUNCATE" if self.path is not None and is_on_network(self.path) else "WAL"
-                self.journal_mode = str(connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0])
+                self.journal_mode = self._set_journal_mode(connection, wanted)
                 connection.execute("PRAGMA synchronous = NORMAL")
                 if connection.execute("PRAGMA user_version").fetchone()[0] < SCHEMA_VERSION:
                     self._migrate(db)
@@ -146,6 +147,18 @@ class TuningDatabase:
             connection.close()
             raise
         return db
+
+    def _set_journal_mode(self, connection: sqlite3.Connection, wanted: str) -> str:
+        """Tried again while the file is locked: of two that turn a new file to WAL at once, SQLite refuses one without
+        waiting."""
+        end = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                return str(connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0])
+            except sqlite3.OperationalError as cause:
+                if "locked" not in str(cause) or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
 
     def _connect_read_only(self) -> sqlite3.Connection:
         """Shares the file with its writers; where SQLite cannot, since the side files of WAL mode are not there and

@@ -87,6 +87,27 @@ def test_a_lock_that_is_never_given_back_is_an_error_in_bounded_time(tmp_path: P
     assert not list(tmp_path.glob("*.corrupt-*"))
 
 
+def test_a_journal_that_is_refused_without_waiting_is_asked_for_again(store: TuningStore) -> None:
+    class Connection:
+        refusals = 3
+
+        def execute(self, statement: str) -> Connection:
+            self.refusals -= 1
+            if self.refusals >= 0:
+                raise sqlite3.OperationalError("database is locked")
+            return self
+
+        def fetchone(self) -> tuple[str]:
+            return ("wal",)
+
+    connection = Connection()
+    assert store._set_journal_mode(connection, "WAL") == "wal"  # type: ignore[arg-type]
+    connection.refusals = 10**9
+    store._busy_timeout_s = 0.05
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        store._set_journal_mode(connection, "WAL")  # type: ignore[arg-type]
+
+
 def test_threads_share_a_store(store: TuningStore) -> None:
     begin(store)
 
