@@ -323,11 +323,11 @@ class Planner:
             try:
                 found = self._select_anew(ready.selection, layers, max_error)
             except StoreError as cause:
-                _log.debug("%s is served as before: %s", its_problem, cause)
+                _log.debug("%s is served as before: %s", its_problem, str(cause))
                 complete = False
                 continue
             except AutodispatchError as cause:
-                _log.warning("%s is served as before: %s", its_problem, cause)
+                _log.warning("%s is served as before: %s", its_problem, str(cause))
                 continue
             if found is None:
                 continue
