@@ -25,6 +25,7 @@ from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION, STEPS, migra
 
 _log = logging.getLogger("autodispatch")
 BUSY_TIMEOUT_S = 60.0
+_IO_TRIES, _IO_PAUSE_S = 5, 0.05
 
 _MOUNTS = Path("/proc/self/mountinfo")
 # WAL needs memory that all processes share, which those of two hosts do not
@@ -83,6 +84,16 @@ class TuningDatabase:
         self._db = self._open_or_replace()
 
     def _open_or_replace(self) -> Database:
+        for _ in range(_IO_TRIES - 1):
+            try:
+                return self._open()
+            except sqlite3.OperationalError as cause:
+                # another process may be moving a corrupt file aside, and its log with it
+                if "disk I/O error" not in str(cause):
+                    break
+                time.sleep(_IO_PAUSE_S)
+            except (sqlite3.DatabaseError, OSError):
+                break
         try:
             return self._open()
         except sqlite3.DatabaseError as cause:
