@@ -102,8 +102,8 @@ class Dispatcher:
         with self._lock:
             if self._planner is None:
                 self.settings.start_log()
-                open_layers = lambda: self.layers  # noqa: E731
-                self._planner = Planner(self.settings, self._registry, open_layers, self._lock, self._quick.clear)
+                layers, forget = (lambda: self.layers), self._quick.clear
+                self._planner = Planner(self.settings, self._registry, layers, self._lock, forget)
             return self._planner
 
     def run(
@@ -164,10 +164,10 @@ class Dispatcher:
                 ):
                     launch.ready.calls += 1
                     return out
-            elif out is None and key in self._quick.shapes:
-                out = quick.empty(a, self._quick.shapes[key])
+            elif out is None and (shape := calls.shapes.get(key)) is not None:
                 options: dict[str, Any] = {"activation": activation, "math": math, "precision": precision}
-                return self.run(a, b1, b2, out=out, **options, max_error=max_error, candidate=candidate)
+                new = quick.empty(a, shape)
+                return self.run(a, b1, b2, out=new, **options, max_error=max_error, candidate=candidate)
         return self._run(a, b1, b2, out, activation, math, precision, max_error, candidate)
 
     def _run(self, a: Any, b1: Any, b2: Any, out: Any, *options: Any) -> Any:

@@ -172,6 +172,21 @@ def test_so_many_launches_are_kept_and_no_more(
         assert 0 < len(d._quick.launches) <= 5
 
 
+def test_shapes_that_another_thread_forgets_meanwhile_are_no_error(fake: FakeDriver, d: Dispatcher) -> None:
+    a, b1, b2 = arguments()
+    d.run(a, b1, b2)
+
+    class Forgetful(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    d._quick.shapes = Forgetful(d._quick.shapes)
+    for _ in range(2):
+        assert_right(d.run(a, b1, b2), a, b1, b2)
+
+
 def test_arrays_are_not_kept_also_where_a_candidate_did_not_build(
     fake: FakeDriver, d: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
