@@ -25,7 +25,7 @@ from autodispatch.migrations import APPLICATION_ID, SCHEMA_VERSION, STEPS, migra
 
 _log = logging.getLogger("autodispatch")
 BUSY_TIMEOUT_S = 60.0
-_IO_TRIES, _IO_PAUSE_S = 5, 0.05
+_SETTLING_S = 2.0  # for what other processes do to a file that they open at the same moment
 
 _MOUNTS = Path("/proc/self/mountinfo")
 # WAL needs memory that all processes share, which those of two hosts do not
@@ -84,16 +84,6 @@ class TuningDatabase:
         self._db = self._open_or_replace()
 
     def _open_or_replace(self) -> Database:
-        for _ in range(_IO_TRIES - 1):
-            try:
-                return self._open()
-            except sqlite3.OperationalError as cause:
-                # another process may be moving a corrupt file aside, and its log with it
-                if "disk I/O error" not in str(cause):
-                    break
-                time.sleep(_IO_PAUSE_S)
-            except (sqlite3.DatabaseError, OSError):
-                break
         try:
             return self._open()
         except sqlite3.DatabaseError as cause:
@@ -134,6 +124,18 @@ class TuningDatabase:
         return db
 
     def _open(self) -> Database:
+        """Opened; tried again for a while where SQLite refuses without waiting: one of two that turn a new file to WAL
+        at once, and one that meets a corrupt file while another moves it, and its log, aside."""
+        end = time.monotonic() + _SETTLING_S
+        while True:
+            try:
+                return self._open_at_once()
+            except sqlite3.OperationalError as cause:
+                if not any(x in str(cause) for x in ("locked", "disk I/O error")) or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+
+    def _open_at_once(self) -> Database:
         if self.path is None:
             connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         elif self.read_only:
@@ -149,7 +151,7 @@ class TuningDatabase:
             self._check_schema(db)
             if not self.read_only:
                 wanted = "TRUNCATE" if self.path is not None and is_on_network(self.path) else "WAL"
-                self.journal_mode = self._set_journal_mode(connection, wanted)
+                self.journal_mode = str(connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0])
                 connection.execute("PRAGMA synchronous = NORMAL")
                 if connection.execute("PRAGMA user_version").fetchone()[0] < SCHEMA_VERSION:
                     self._migrate(db)
@@ -158,18 +160,6 @@ class TuningDatabase:
             connection.close()
             raise
         return db
-
-    def _set_journal_mode(self, connection: sqlite3.Connection, wanted: str) -> str:
-        """Tried again while the file is locked: of two that turn a new file to WAL at once, SQLite refuses one without
-        waiting."""
-        end = time.monotonic() + self._busy_timeout_s
-        while True:
-            try:
-                return str(connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0])
-            except sqlite3.OperationalError as cause:
-                if "locked" not in str(cause) or time.monotonic() > end:
-                    raise
-                time.sleep(0.01)
 
     def _connect_read_only(self) -> sqlite3.Connection:
         """Shares the file with its writers; where SQLite cannot, since the side files of WAL mode are not there and

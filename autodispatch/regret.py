@@ -38,10 +38,11 @@ def measure(
     registry = Registry()
     known, whole = TuningStore(), TuningStore()
     device = runner.device
+    tuner = Tuner(known, runner, registry, command="autodispatch regret")
     for problem in tuned:
-        Tuner(known, runner, registry, command="autodispatch regret").tune(problem, effort=effort)
+        tuner.tune(problem, effort=effort)
+    tuner = Tuner(whole, runner, registry, command="autodispatch regret")
     for problem in asked:
-        tuner = Tuner(whole, runner, registry, command="autodispatch regret")
         leader = whole.measurement(tuner.tune(problem, effort=effort).leader)
         assert leader is not None
         best = registry.parse(leader.variant, leader.config)

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 MODES = ("cache", "tune", "background", "force", "off")
 EFFORTS = ("quick", "full")
+_HANDLER = "autodispatch to standard error"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -61,8 +61,11 @@ class Settings:
             return
         logger = logging.getLogger("autodispatch")
         logger.setLevel(self.log.upper())
-        if not any(isinstance(h, _Lines) for h in logger.handlers):
-            logger.addHandler(_Lines())
+        if not any(h.name == _HANDLER for h in logger.handlers):
+            handler = logging.StreamHandler()
+            handler.name = _HANDLER
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+            logger.addHandler(handler)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -121,17 +124,3 @@ def _seconds(env: Mapping[str, str], name: str, default: str) -> float:
         return float(value)
     except ValueError as cause:
         raise ValueError(f"{name} must be a number of seconds (got {value!r})") from cause
-
-
-if TYPE_CHECKING:
-    _Handler = logging.StreamHandler[TextIO]
-else:
-    _Handler = logging.StreamHandler
-
-
-class _Lines(_Handler):
-    """Log lines on standard error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autodispatch import database
 from autodispatch.errors import StoreError
 from autodispatch.store import TuningStore
 from tests.stored import CPU, PROBLEM, begin, filled, measurement
@@ -87,25 +89,28 @@ def test_a_lock_that_is_never_given_back_is_an_error_in_bounded_time(tmp_path: P
     assert not list(tmp_path.glob("*.corrupt-*"))
 
 
-def test_a_journal_that_is_refused_without_waiting_is_asked_for_again(store: TuningStore) -> None:
-    class Connection:
-        refusals = 3
+@pytest.mark.parametrize("message", ["database is locked", "disk I/O error"])
+def test_opening_that_is_refused_without_waiting_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    refusals = 3
+    whole = database.TuningDatabase._open_at_once
 
-        def execute(self, statement: str) -> Connection:
-            self.refusals -= 1
-            if self.refusals >= 0:
-                raise sqlite3.OperationalError("database is locked")
-            return self
+    def refusing(self: database.TuningDatabase) -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise sqlite3.OperationalError(message)
+        return whole(self)
 
-        def fetchone(self) -> tuple[str]:
-            return ("wal",)
-
-    connection = Connection()
-    assert store._set_journal_mode(connection, "WAL") == "wal"  # type: ignore[arg-type]
-    connection.refusals = 10**9
-    store._busy_timeout_s = 0.05
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        store._set_journal_mode(connection, "WAL")  # type: ignore[arg-type]
+    monkeypatch.setattr(database.TuningDatabase, "_open_at_once", refusing)
+    store = TuningStore(tmp_path / "t.db")
+    assert (refusals, store.journal_mode) == (-1, "wal")
+    store.close()
+    refusals = 10**9
+    monkeypatch.setattr(database, "_SETTLING_S", 0.05)
+    with pytest.raises(StoreError, match=message):
+        TuningStore(tmp_path / "t.db")
 
 
 def test_threads_share_a_store(store: TuningStore) -> None:

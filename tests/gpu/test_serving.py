@@ -261,6 +261,8 @@ def test_two_gpus_at_once_are_right(
 
 PER_THREAD = """
 import numpy as np, cupy
+from cupy_backends.cuda import stream
+assert stream.get_default_stream_ptr() == 2  # cudaStreamPerThread
 from autodispatch import dispatcher
 a, b1, b2 = (cupy.ones(s, np.float16) for s in ((16, 64), (64, 64), (64, 64)))
 out = cupy.empty((16, 64), np.float16)
