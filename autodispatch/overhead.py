@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from autodispatch.arrays import family_of
 from autodispatch.device import DeviceInfo, import_cupy, on_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.problem import Problem
-from autodispatch.reference import make_inputs
+from autodispatch.reference import Inputs, bind, make_inputs
 from autodispatch.settings import Settings
+from autodispatch.variants.executables import OneKernelExecutable
 
 _CALLS = 400  # between two waits for the device, whose queue must not fill up
 KNOWN_KEYS = 10_000
@@ -40,7 +40,7 @@ def measure(device: DeviceInfo, rounds: int = 30) -> list[Overhead]:
         inputs = make_inputs(_PROBLEM, device)
         a, b1, b2 = inputs.a, inputs.b1, inputs.b2
         out = cupy.empty((_PROBLEM.m, _PROBLEM.n), a.dtype)
-        ways = {_BARE: _bare(dispatcher, device, a, b1, b2, out)}
+        ways = {_BARE: _bare(dispatcher, device, inputs, out)}
         ways["run, out given"] = lambda: dispatcher.run(a, b1, b2, out=out, candidate=_CANDIDATE)
         ways["run"] = lambda: dispatcher.run(a, b1, b2, candidate=_CANDIDATE)
         if importlib.util.find_spec("torch") is not None:
@@ -61,16 +61,13 @@ def measure(device: DeviceInfo, rounds: int = 30) -> list[Overhead]:
     return rows + [Overhead(way, us, us - bare_again) for way, us in again.items()]
 
 
-def _bare(dispatcher: Dispatcher, device: DeviceInfo, a: Any, b1: Any, b2: Any, out: Any) -> Callable[[], None]:
+def _bare(dispatcher: Dispatcher, device: DeviceInfo, inputs: Inputs, out: Any) -> Callable[[], None]:
     (selection,) = dispatcher.warmup([_PROBLEM], device=device, candidate=_CANDIDATE)
     executable = dispatcher.planner.make_ready(_PROBLEM, device, selection.candidate).executable
-    kernel, launch = executable._kernel, executable._launch  # type: ignore[attr-defined]
-    pointers = (a.data.ptr, b1.data.ptr, b2.data.ptr, out.data.ptr)
-    strides = (a.strides[0], b1.strides[1], b2.strides[1], out.strides[0])
-    item = _PROBLEM.item_bytes
-    values = (*(np.uint64(x) for x in pointers), *(np.int64(x) for x in (_PROBLEM.m, _PROBLEM.n, _PROBLEM.k)))
-    arguments = (*values, *(np.int64(x // item) for x in strides))
-    grid, block, function = (*launch.grid, 1), (launch.threads, 1, 1), kernel.function
+    assert isinstance(executable, OneKernelExecutable)
+    arguments = executable.arguments(bind(family_of(out), inputs, out))
+    launch, function = executable._launch, executable._kernel.function
+    grid, block = (*launch.grid, 1), (launch.threads, 1, 1)
     return lambda: function(grid, block, arguments, shared_mem=launch.shared_bytes)
 
 
