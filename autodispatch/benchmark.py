@@ -28,6 +28,7 @@ UNIT_S = 0.001
 SAMPLING_S = 0.04
 MIN_SAMPLES, MAX_SAMPLES = 10, 200
 GIVE_UP = 1.5  # times the best so far
+GIVE_UP_WARM = 1.2
 MAX_REST_S = 0.02
 FINAL_ROUNDS = 30
 MIN_FINALISTS, MAX_FINALISTS = 4, 8  # the fastest of the screening
@@ -339,23 +340,20 @@ def regime(device: DeviceInfo) -> str:
 
 
 def screen(trial: Trial, best_us: float | None) -> Timing:
-    """Warms a candidate up and samples it; one that takes GIVE_UP times the best so far is left after a few."""
+    """Warms a candidate up and samples it. One that takes GIVE_UP times the best so far is left after two samples, one
+    that still takes GIVE_UP_WARM times it when warm is left with those of the warm-up."""
     first = tuple(trial() for _ in range(2))
-    estimate = min(first)
-    if best_us is not None and estimate > GIVE_UP * best_us:
+    if best_us is not None and min(first) > GIVE_UP * best_us:
         return Timing(first)
-    end = time.monotonic() + WARM_UP_S
-    turn_s = _timed(trial)
-    while time.monotonic() < end:
-        turn_s = _timed(trial)
+    start = time.monotonic()
+    warm = [trial()]
+    while time.monotonic() < start + WARM_UP_S:
+        warm.append(trial())
+    if best_us is not None and min(warm) > GIVE_UP_WARM * best_us:
+        return Timing(tuple(warm[-MAX_SAMPLES:]))
+    turn_s = (time.monotonic() - start) / len(warm)
     wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(turn_s, 1e-9))))
     return Timing(tuple(trial() for _ in range(wanted)))
-
-
-def _timed(trial: Trial) -> float:
-    start = time.monotonic()
-    trial()
-    return time.monotonic() - start
 
 
 def finals(

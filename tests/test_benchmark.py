@@ -13,6 +13,7 @@ import pytest
 from autodispatch import benchmark
 from autodispatch.benchmark import (
     GIVE_UP,
+    GIVE_UP_WARM,
     MAX_SAMPLES,
     MIN_SAMPLES,
     CpuWorkbench,
@@ -57,6 +58,17 @@ def test_screening_leaves_a_hopeless_candidate_after_a_look() -> None:
 
     assert screen(slow, 10.0).median > GIVE_UP * 10
     assert len(calls) == 2
+
+
+def test_screening_leaves_a_candidate_that_is_behind_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock) * 0.004)
+    times = itertools.chain([20.0, 14.0, 13.0], itertools.repeat(GIVE_UP_WARM * 10.0 + 0.5))
+    behind = screen(lambda: next(times), 10.0)
+    assert behind.samples[0] == 13.0  # the warm-up's own, no more
+    assert behind.median > GIVE_UP_WARM * 10
+    warming = itertools.chain([14.0, 14.0, 13.0], itertools.repeat(11.0))  # cold, it looked behind
+    assert set(screen(lambda: next(warming), 10.0).samples) == {11.0}
 
 
 def test_finals_meet_drift_alike() -> None:
