@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autodispatch.device import DeviceInfo, import_cupy, on_device
-from autodispatch.driver import PackedLaunch
+from autodispatch.driver import PackedLaunch, launch_kernel
 from autodispatch.errors import CompileError
 from autodispatch.launch import LaunchConfig
 from autodispatch.settings import keep_kernels_in_memory
@@ -66,6 +66,11 @@ class CompiledKernel:
     expression: str
 
     def __call__(self, launch: LaunchConfig, arguments: tuple[Any, ...], stream: Any) -> None:
+        if launch.programmatic:
+            packed = self.pack(launch, arguments, stream.ptr)
+            if launch_kernel()(*packed.addresses, None) == 0:
+                return
+        # CuPy's own launch, which also says what is wrong with one that failed
         self.function(
             (*launch.grid, 1), (launch.threads, 1, 1), arguments, shared_mem=launch.shared_bytes, stream=stream
         )
@@ -173,9 +178,10 @@ def nvrtc_file() -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """What NVRTC made without a GPU: the machine code, the log, and what ptxas reported."""
+    """What NVRTC made without a GPU: the machine code, its PTX, the log, and what ptxas reported."""
 
     cubin: bytes
+    ptx: str
     log: str
     resources: Resources
 
@@ -207,9 +213,10 @@ def build_without_gpu(spec: KernelSpec, compute_capability: tuple[int, int]) -> 
                 options=options,
             )
         cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Build(cubin, log.strip("\0"), _resources(log))
+    return Build(cubin, ptx, log.strip("\0"), _resources(log))
 
 
 def _read(size: Any, content: Any, program: Any) -> bytes:

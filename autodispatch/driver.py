@@ -13,6 +13,8 @@ import numpy as np
 from autodispatch.launch import LaunchConfig
 
 _RELAXED = 2  # CUstreamCaptureMode
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_PROGRAMMATIC_DRIVER = 12030  # from here on also in a graph
 
 
 class _Config(ctypes.Structure):
@@ -26,6 +28,12 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("number_of_attributes", ctypes.c_uint),
     )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
 
 @lru_cache(maxsize=1)
@@ -42,6 +50,14 @@ def launch_kernel() -> Callable[[int, int, int, None], int]:
     return function  # type: ignore[no-any-return]
 
 
+@lru_cache(maxsize=1)
+def has_programmatic_launch() -> bool:
+    """Whether the driver lets a grid begin before the one before it in the stream has ended."""
+    version = ctypes.c_int(0)
+    library().cuDriverGetVersion(ctypes.byref(version))
+    return version.value >= _PROGRAMMATIC_DRIVER
+
+
 class PackedLaunch:
     """A launch with all that it needs in memory of its own, which the driver only reads: it can be repeated, also by
     several threads at once.
@@ -55,8 +71,11 @@ class PackedLaunch:
     def __init__(self, function: int, launch: LaunchConfig, arguments: Sequence[Any], stream: int) -> None:
         values = [np.array(x) for x in arguments]
         config = _Config((*launch.grid, 1), (launch.threads, 1, 1), launch.shared_bytes, stream, None, 0)
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        if launch.programmatic and has_programmatic_launch():
+            config.attributes, config.number_of_attributes = ctypes.addressof(attribute), 1
         pointers = (ctypes.c_void_p * len(values))(*(x.ctypes.data for x in values))
-        self._kept = (values, config, pointers)
+        self._kept = (values, config, attribute, pointers)
         self.addresses = (ctypes.addressof(config), function, ctypes.addressof(pointers))
 
 

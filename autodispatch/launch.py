@@ -15,11 +15,16 @@ MAX_GRID_Y = 65535
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Blocks on x and y, threads per block, bytes of dynamic shared memory."""
+    """Blocks on x and y, threads per block, bytes of dynamic shared memory.
+
+    `programmatic`: the kernel itself waits for the grid before it in the stream (grid.cuh), so that its
+    blocks may come up while that one ends: programmatic dependent launch, where device and driver have it.
+    """
 
     grid: tuple[int, int]
     threads: int
     shared_bytes: int = 0
+    programmatic: bool = False
 
     def __post_init__(self) -> None:
         x, y = self.grid

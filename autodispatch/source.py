@@ -43,6 +43,11 @@ class KernelSource:
         return h.hexdigest()
 
     @property
+    def waits(self) -> bool:
+        """Whether the kernel itself waits for the grid before it; see kernels/include/autodispatch/grid.cuh."""
+        return "wait_for_previous_grid();" in self.text
+
+    @property
     def code(self) -> str:
         """What is compiled: the text, led by the digest, since CuPy's cache does not look into headers."""
         return f"// {self.name} {self.digest}\n{self.text}"

@@ -12,6 +12,7 @@
 #include "autodispatch/activation.cuh"
 #include "autodispatch/barrier.cuh"
 #include "autodispatch/cluster.cuh"
+#include "autodispatch/grid.cuh"
 #include "autodispatch/mma.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/tile_copy.cuh"
@@ -100,6 +101,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     }
   };
 
+  wait_for_previous_grid();
   constexpr int Sharers = GroupsK * ClusterK;
   const int first_block = static_cast<int>(rank) * GroupsK + group;
   const int blocks = static_cast<int>(ceil_div(k, TileK));

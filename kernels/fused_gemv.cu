@@ -7,6 +7,7 @@
 // Bound by global memory. Every stride and alignment is taken; vectors of 16 bytes want pointers and rows that are multiples of it.
 // Shared memory: kn: static, Warps * 32 / LanesN * 2 * TileM * LanesN * 16 / sizeof(T) * 4 bytes.
 #include "autodispatch/activation.cuh"
+#include "autodispatch/grid.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/vector.cuh"
 
@@ -19,9 +20,10 @@ __device__ __forceinline__ float sum_over_warp(float x) {
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int Warps, int Unroll, int Alignment>
 __global__ void __launch_bounds__(Warps * 32, 1)
-    fused_gemv(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
+    fused_gemv(const T* a, const T* __restrict__ b1, const T* __restrict__ b2, T* __restrict__ out,
                long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2, long long ldout) {
   constexpr int Elements = Vector<T>::Elements;
+  wait_for_previous_grid();
   if constexpr (Layout == nk) {
     constexpr int Step = 32 * Elements;  // of a warp in k, for one vector per lane
     const int lane = threadIdx.x % 32;

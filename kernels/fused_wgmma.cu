@@ -10,6 +10,7 @@
 // Bound by the tensor cores from m of about 300, below it by reading the weights. Requires 9.0a, NVRTC 12.9, 16-byte
 // alignment of pointers and rows, n and k in multiples of 8.
 // Shared memory: NumStages * (TileM + 2 * LoadedN) * 128 + 2 * TileN * 128 (unless Cooperative is 2) + NumStages * 16 bytes, dynamic.
+#include "autodispatch/grid.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/wgmma_pipeline.cuh"
 #include "autodispatch/wgmma_store.cuh"
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(384, 1)
     tma_prefetch(b2);
     tma_prefetch(out);
   }
+  wait_for_previous_grid();
   __syncthreads();
 
   const int tiles_m = static_cast<int>(ceil_div(m, TileM));

@@ -8,6 +8,7 @@
 // Bound by global memory up to m of about 200. Requires 9.0a, NVRTC 12.9, 16-byte alignment of pointers and rows, n and k
 // in multiples of 8.
 // Shared memory: NumStages * ((TileM + 2 * LoadedN) * 128 + 16) bytes, dynamic; the tile on its way out reuses the stages.
+#include "autodispatch/grid.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/wgmma_pipeline.cuh"
 #include "autodispatch/wgmma_store.cuh"
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(TileM <= 64 ? 128 : TileM * 2, BlocksPerSm)
     __syncwarp();
   };
   if (threadIdx.x == 0) pipeline.init();
+  wait_for_previous_grid();
 #pragma unroll 1
   for (int block = 0; block < NumStages; ++block) refill(block);
   __syncthreads();  // the barriers are there

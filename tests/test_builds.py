@@ -15,7 +15,7 @@ from autodispatch.source import load, parse
 from autodispatch.variants import VARIANTS
 from autodispatch.variants.activation_product import activation_product_spec
 from autodispatch.variants.base import KERNEL_TYPES
-from tests.fakes import A100, GPUS
+from tests.fakes import A100, GPUS, H200
 
 BASE = Problem(4096, 4096, 4096, "float32", precision="tf32")
 FORMS = [(dtype, layout) for dtype in ("float16", "bfloat16", "float32") for layout in ("kn", "nk")]
@@ -94,6 +94,25 @@ def test_the_activation_product_builds_in_every_form(device: DeviceInfo) -> None
 @pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
 def test_the_check_builds_for_every_type(device: DeviceInfo) -> None:
     assert_builds_cleanly([KernelSpec(load("compare"), (("T", t),)) for t in KERNEL_TYPES.values()], device)
+
+
+WAITING = [n for n in TEMPLATED if load(n).waits]
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize("name", WAITING)
+def test_a_kernel_that_waits_for_the_grid_before_it_reads_nothing_as_constant(name: str, layout: str) -> None:
+    problem = Problem(1, 4096, 4096, "bfloat16", layout)
+    candidate = VARIANTS[name].candidate(problem, H200)
+    assert candidate is not None
+    spec = VARIANTS[name].spec(candidate.config, problem)
+    ptx = build_without_gpu(spec, (9, 0)).ptx
+    assert ptx.count("griddepcontrol.wait;") == 1
+    assert ".nc." not in ptx
+    before = ptx.partition("griddepcontrol.wait;")[0]
+    assert "ld.global" not in before and "cp.async" not in before
+    if not spec.architecture_features:
+        assert "griddepcontrol" not in build_without_gpu(spec, (8, 0)).ptx
 
 
 def test_a_failed_build_carries_expression_options_and_log() -> None:

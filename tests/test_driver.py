@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
+from autodispatch import driver
 from autodispatch.driver import PackedLaunch, _Config
 from autodispatch.launch import LaunchConfig, pointer, size
 
@@ -26,3 +30,21 @@ def test_a_packed_launch_holds_what_the_driver_reads() -> None:
     assert bytes((ctypes.c_uint8 * 128).from_address(found[2])) == bytes(range(128))
     assert ctypes.c_int64.from_address(found[3]).value == 2**40
     assert ctypes.sizeof(_Config) == 56  # of CUlaunchConfig, on 64 bits
+
+
+@pytest.mark.parametrize(("version", "expected"), [(12020, 0), (12030, 1), (13000, 1)])
+def test_a_kernel_that_waits_is_launched_early_where_the_driver_can(
+    monkeypatch: pytest.MonkeyPatch, version: int, expected: int
+) -> None:
+    def get_version(address: Any) -> int:
+        address._obj.value = version
+        return 0
+
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuDriverGetVersion=get_version))
+    monkeypatch.setattr(driver, "has_programmatic_launch", driver.has_programmatic_launch.__wrapped__)
+    packed = PackedLaunch(0x1234, LaunchConfig((1, 1), 32, programmatic=True), (), stream=0)
+    config = _Config.from_address(packed.addresses[0])
+    assert config.number_of_attributes == expected
+    if expected:
+        attribute = (ctypes.c_int * 18).from_address(config.attributes)  # CUlaunchAttribute: id, padding, value
+        assert list(attribute) == [6, 0, 1] + 15 * [0]

@@ -83,6 +83,7 @@ def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, n
     from autodispatch.compiler import CompiledKernel, Resources
     from autodispatch.problem import Matrix, Operands
     from autodispatch.variants import base, wgmma
+    from autodispatch.variants.executables import OneKernelExecutable
 
     launched: list[tuple[str, tuple[object, ...]]] = []
 
@@ -103,8 +104,12 @@ def test_argument_tuples_match_the_signatures(monkeypatch: pytest.MonkeyPatch, n
     x = Matrix(4096, 64, 64, 64, 1, "float16", 0, None)
     candidate = variant.candidate(problem, H200)
     assert candidate is not None
-    candidate.executable(problem, H200)(base.Call(Operands(x, x, x, x), 8192, None))
-    arguments = dict(launched)[name]
+    executable, operands = candidate.executable(problem, H200), Operands(x, x, x, x)
+    if isinstance(executable, OneKernelExecutable):
+        arguments = executable.arguments(operands)
+    else:
+        executable(base.Call(operands, 8192, None))
+        arguments = dict(launched)[name]
     dtypes = {"long long": np.dtype(np.int64), "TensorMap": np.dtype("V128")}
     expected = [dtypes.get(t, np.dtype(np.uint64)) for t in source.load(name).arguments]
     assert [a.dtype for a in arguments] == expected  # type: ignore[attr-defined]
@@ -125,7 +130,7 @@ def test_ptx_stands_in_headers_that_are_named_by_role() -> None:
     with_ptx = {
         p.stem for p in (source.include_folder() / "autodispatch").glob("*.cuh") if re.search(r"\basm\b", p.read_text())
     }
-    assert with_ptx == {"types", "copy", "mma", "barrier", "cluster", "tma", "vector", "wgmma"}
+    assert with_ptx == {"types", "copy", "mma", "barrier", "cluster", "grid", "tma", "vector", "wgmma"}
 
 
 def test_kernels_need_no_header_of_a_toolkit() -> None:

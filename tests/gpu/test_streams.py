@@ -1,4 +1,4 @@
-"""Calls that share nothing: two streams at once, and no memory taken where the caller brings `out`."""
+"""Two streams at once, no memory taken where the caller brings `out`, and calls that wait for what is before them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,62 @@ def test_a_fused_call_with_out_allocates_nothing(
         for _ in range(3):
             dispatcher.run(a, b1, b2, out=out, candidate=name)
     assert counter.calls == 1
+
+
+@pytest.fixture
+def write_late(cupy: Any) -> Callable[..., None]:
+    """Copies arrays in a kernel that lets the next one begin first, and takes its time."""
+    text = r"""
+    extern "C" __global__ void late(unsigned short* to0, const unsigned short* from0, long long count0,
+                                    unsigned short* to1, const unsigned short* from1, long long count1,
+                                    unsigned short* to2, const unsigned short* from2, long long count2) {
+    #if __CUDA_ARCH__ >= 900
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    #endif
+      const long long start = clock64();
+      while (clock64() - start < 500000) {}
+      for (long long i = threadIdx.x; i < count0; i += blockDim.x) to0[i] = from0[i];
+      for (long long i = threadIdx.x; i < count1; i += blockDim.x) to1[i] = from1[i];
+      for (long long i = threadIdx.x; i < count2; i += blockDim.x) to2[i] = from2[i];
+    }"""
+    kernel = cupy.RawKernel(text, "late")
+
+    def write(targets: tuple[Any, ...], sources: tuple[Any, ...]) -> None:
+        triples = ((t, s, np.int64(s.size)) for t, s in zip(targets, sources, strict=True))
+        kernel((1,), (512,), tuple(x for triple in triples for x in triple))
+
+    return write
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_a_call_sees_what_the_kernel_before_it_wrote(
+    cupy: Any,
+    dispatcher: Dispatcher,
+    arguments: Callable[..., Any],
+    assert_right: Callable[..., None],
+    write_late: Callable[..., None],
+    name: str,
+    captured: bool,
+) -> None:
+    given = arguments()
+    inputs = tuple(cupy.zeros_like(x) for x in given)
+    out, again = (cupy.zeros((2, 264), np.float16) for _ in range(2))
+    dispatcher.run(*inputs, out=out, candidate=name)
+    dispatcher.run(*inputs, out=again, candidate=name)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for x in (*inputs, out, again):
+            x.fill(float("nan"))
+        dispatcher.run(*inputs, out=out, candidate=name)  # the launch is known from here on
+        if captured:
+            stream.begin_capture()
+        write_late(inputs, given)
+        dispatcher.run(*inputs, out=out, candidate=name)
+        dispatcher.run(*inputs, out=again, candidate=name)  # behind one of its own kind
+        if captured:
+            stream.end_capture().launch(stream)
+        stream.synchronize()
+    assert_right(out, *given)
+    assert out.tobytes() == again.tobytes()

@@ -18,11 +18,11 @@ __device__ __forceinline__ Vector<T> load_vector(const T* pointer) {
   Vector<T> v;
   unsigned* words = reinterpret_cast<unsigned*>(&v);
   if constexpr (Alignment == 16 && Stream) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(pointer));
   } else if constexpr (Alignment == 16) {
-    *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<const uint4*>(pointer));
+    *reinterpret_cast<uint4*>(words) = *reinterpret_cast<const uint4*>(pointer);
   } else if constexpr (Alignment == 8) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) reinterpret_cast<uint2*>(words)[i] = __ldg(reinterpret_cast<const uint2*>(pointer) + i);
