@@ -8,11 +8,10 @@ from autodispatch.reference import make_inputs
 
 problem = Problem(1, 512, 256, "float16", "nk")
 dispatcher.warmup([problem])
-layers = [make_inputs(problem, cuda_device(0), seed) for seed in range(48)]
-outs = [cupy.empty((problem.m, problem.n), cupy.float16) for _ in layers]
-
 stream = cupy.cuda.Stream(non_blocking=True)
-with stream:
+with stream:  # the layers too are made on it, or it would have to wait for them
+    layers = [make_inputs(problem, cuda_device(0), seed) for seed in range(48)]
+    outs = [cupy.empty((problem.m, problem.n), cupy.float16) for _ in layers]
     stream.begin_capture()
     for layer, out in zip(layers, outs, strict=True):
         dispatcher.run(layer.a, layer.b1, layer.b2, out=out)

@@ -178,7 +178,7 @@ def test_a_reload_in_another_thread_spoils_no_capture(
     other = next(c for c in reversed(list(d._registry.candidates(PROBLEM, device))) if c != ready.selection.candidate)
 
     def load() -> None:
-        from autodispatch.planning import _stay_out_of_captures
+        from autodispatch.background import _stay_out_of_captures
 
         _stay_out_of_captures()
         other.executable(PROBLEM, device)  # built and loaded, as by a reload
