@@ -22,7 +22,7 @@ FORMS = [(dtype, layout) for dtype in ("float16", "bfloat16", "float32") for lay
 TEMPLATED = [n for n, v in VARIANTS.items() if v.sources and not v.is_library]
 
 
-SHARES = {(7, 5): 2, (8, 0): 4, (9, 0): 2}  # of the configs, one in so many is built; elsewhere one in eight
+SHARES = {(7, 5): 2, (8, 0): 4, (9, 0): 3}  # of the configs, one in so many is built; elsewhere one in eight
 
 
 def specs(name: str, device: DeviceInfo, *, all_forms: bool, every: bool = False) -> list[KernelSpec]:
