@@ -49,6 +49,8 @@ _SPLIT_LINES_COST = 1.06  # in global memory, of boxes that do not begin at line
 _BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by the alignment of the weights' boxes
 _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
+_QUEUE_S = 2.2e-6  # of global memory: the bytes under way that (k, n) weights in small tiles want
+_SHORT_QUEUE_COST, _LONG_QUEUE_COST = 0.45, 0.15  # per time of that too few, or too many
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
@@ -144,7 +146,7 @@ def _predict_wgmma(
     arithmetic = cycles / (_SUSTAINED_CLOCK * clock)
     tile_bytes = (work.tile_m + work.products * (work.loaded_n or work.tile_n)) * problem.k * problem.item_bytes
     l2_rate = clock * min(_BOX_BYTES_PER_CLOCK[aligned], 48.0 if small else 64.0)
-    memory = problem.bytes_moved / bandwidth * (_FEW_SMALL_STAGES_COST if small and work.stages < 4 else 1.0)
+    memory = problem.bytes_moved / bandwidth * (_queue_cost(work, problem, device, bandwidth) if small else 1.0)
     memory *= 1.0 if aligned == _LINE_BYTES else _SPLIT_LINES_COST
     launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     if small:
@@ -154,6 +156,16 @@ def _predict_wgmma(
         l2 = work.blocks * tile_bytes / (l2_rate * min(work.blocks, device.sm_count))
         memory /= (work.blocks / (rounds * device.sm_count)) ** 0.5
     return _estimate(launches, arithmetic, l2, memory, _crossing(candidate, problem, device, bandwidth))
+
+
+def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:
+    """What too few bytes under way cost a kernel of small tiles, and with (k, n) weights also too many."""
+    if problem.layout == "nk":
+        return _FEW_SMALL_STAGES_COST if work.stages < 4 else 1.0
+    columns = work.products * (work.loaded_n or work.tile_n)
+    resident = min(work.blocks, device.sm_count * _blocks_per_sm(work, device))
+    under_way = resident * work.stages * columns * 64 * problem.item_bytes / (bandwidth * _QUEUE_S)
+    return 1.0 + (_SHORT_QUEUE_COST * (1.0 - under_way) if under_way < 1.0 else _LONG_QUEUE_COST * (under_way - 1.0))
 
 
 def _estimate(launches: float, arithmetic: float, l2: float, memory: float, intermediate: float = 0.0) -> Estimate:
