@@ -49,8 +49,9 @@ _SPLIT_LINES_COST = 1.06  # in global memory, of boxes that do not begin at line
 _BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by the alignment of the weights' boxes
 _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
-_QUEUE_S = 2.2e-6  # of global memory: the bytes under way that (k, n) weights in small tiles want
-_SHORT_QUEUE_COST, _LONG_QUEUE_COST = 0.45, 0.15  # per time of that too few, or too many
+_QUEUE_S = 2.2e-6  # of global memory: for the bytes under way that (k, n) weights and tiles of few rows want
+_SHORT_QUEUE_COST = 0.45  # per time of that too few
+_LONG_QUEUE_COST = 600.0  # per time of that too many, over k
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
@@ -159,13 +160,15 @@ def _predict_wgmma(
 
 
 def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:
-    """What too few bytes under way cost a kernel of small tiles, and with (k, n) weights also too many."""
-    if problem.layout == "nk":
+    """What too few bytes under way cost a kernel of small tiles, and with (k, n) weights and few rows also too many."""
+    if problem.layout == "nk" or work.tile_m > 64:
         return _FEW_SMALL_STAGES_COST if work.stages < 4 else 1.0
     columns = work.products * (work.loaded_n or work.tile_n)
     resident = min(work.blocks, device.sm_count * _blocks_per_sm(work, device))
     under_way = resident * work.stages * columns * 64 * problem.item_bytes / (bandwidth * _QUEUE_S)
-    return 1.0 + (_SHORT_QUEUE_COST * (1.0 - under_way) if under_way < 1.0 else _LONG_QUEUE_COST * (under_way - 1.0))
+    if under_way < 1.0:
+        return 1.0 + _SHORT_QUEUE_COST * (1.0 - under_way)
+    return 1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / problem.k
 
 
 def _estimate(launches: float, arithmetic: float, l2: float, memory: float, intermediate: float = 0.0) -> Estimate:

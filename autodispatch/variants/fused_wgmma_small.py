@@ -64,8 +64,7 @@ class FusedWgmmaSmall(Variant):
             Restriction(
                 lambda c, p, d: loaded_columns(c.tile_n, p.layout) == c.tile_n, "a tile of whole boxes of columns"
             ),
-            # of (k, n) weights too many bytes under way are read more slowly
-            most_stages(FusedWgmmaSmallConfig.shared_bytes, 2, FusedWgmmaSmallConfig.shared_limit, fewer_for_kn=1),
+            most_stages(FusedWgmmaSmallConfig.shared_bytes, 2, FusedWgmmaSmallConfig.shared_limit),
             Restriction(
                 lambda c, p, d: c.tile_n + 32 <= min(255, d.registers_per_sm // (c.threads * c.blocks_per_sm)),
                 "registers for one accumulator per column and 32 more in each thread",

@@ -73,23 +73,17 @@ REQUIREMENTS = (
 
 
 def most_stages(
-    shared_bytes: Callable[[Any, str], int],
-    products: int,
-    limit: Callable[[Any, DeviceInfo], int],
-    fewer_for_kn: int = 0,
+    shared_bytes: Callable[[Any, str], int], products: int, limit: Callable[[Any, DeviceInfo], int]
 ) -> Restriction:
-    """As many stages as fit: a config takes `shared_bytes(config, layout)` of at most `limit(config, device)` bytes. Up
-    to `fewer_for_kn` fewer are also taken for (k, n) weights."""
+    """As many stages as fit: a config takes `shared_bytes(config, layout)` of at most `limit(config, device)` bytes."""
 
     def fits(config: Any, problem: Problem, device: DeviceInfo) -> bool:
         most = limit(config, device)
         nbytes = shared_bytes(config, problem.layout)
-        more = 1 + (fewer_for_kn if problem.layout == "kn" else 0)
-        too_many = nbytes + more * (int(config.stage_bytes(products, problem.layout)) + 16) > most
-        return bool(nbytes <= most and (config.num_stages + more > MAX_STAGES or too_many))
+        one_more = nbytes + int(config.stage_bytes(products, problem.layout)) + 16
+        return bool(nbytes <= most and (config.num_stages == MAX_STAGES or one_more > most))
 
-    few = f", or {fewer_for_kn} fewer for kn" if fewer_for_kn else ""
-    return Restriction(fits, f"as many stages as fit into shared memory, at most {MAX_STAGES}{few}")
+    return Restriction(fits, f"as many stages as fit into shared memory, at most {MAX_STAGES}")
 
 
 def with_most_stages(config: C, nbytes: Callable[[C], int], limit: int) -> C:
