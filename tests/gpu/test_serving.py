@@ -99,6 +99,16 @@ def test_arrays_that_are_gone_are_not_kept(cupy: Any, dispatcher: Dispatcher) ->
     import gc
     import weakref
 
+    def double(array: Any) -> Any:
+        return array + array
+
+    control = cupy.ones(3)
+    of_control = weakref.ref(control)
+    double(control)
+    del control
+    gc.collect()
+    if of_control() is not None:  # as compute-sanitizer does, to tell where an error comes from
+        pytest.skip("a tool keeps the frames that launched something, and all that is in them")
     arrays = [cupy.ones(s, np.float16) for s in ((16, 64), (64, 64), (64, 64))]
     dispatcher.run(*arrays)
     dispatcher.run(*arrays)
