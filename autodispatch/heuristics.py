@@ -50,8 +50,10 @@ _BOX_BYTES_PER_CLOCK = {128: 64.0, 64: 48.0, 32: 36.0, 1: 22.0}  # from L2, by t
 _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 of k
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
 _QUEUE_S = 2.2e-6  # of global memory: for the bytes under way that (k, n) weights and tiles of few rows want
-_SHORT_QUEUE_COST = 0.45  # per time of that too few
-_LONG_QUEUE_COST = 600.0  # per time of that too many, over k
+_SHORT_QUEUE_COST = 0.45  # of a queue that is empty, relative to the time at memory's pace
+_LONG_QUEUE_COST = (
+    600.0  # of one twice as long as wanted, likewise and in elements of k: it costs once, however long k is
+)
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
@@ -168,7 +170,7 @@ def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: flo
     under_way = resident * work.stages * columns * 64 * problem.item_bytes / (bandwidth * _QUEUE_S)
     if under_way < 1.0:
         return 1.0 + _SHORT_QUEUE_COST * (1.0 - under_way)
-    return 1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / problem.k
+    return 1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / max(problem.k, 1)
 
 
 def _estimate(launches: float, arithmetic: float, l2: float, memory: float, intermediate: float = 0.0) -> Estimate:

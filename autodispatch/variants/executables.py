@@ -19,9 +19,9 @@ class OneKernelExecutable(Executable):
     """One launch: subclasses say what its arguments are."""
 
     def __init__(self, spec: KernelSpec, launch: LaunchConfig, problem: Problem, device: DeviceInfo) -> None:
-        # vectors and boxes of 16 bytes never go through the read-only cache
-        waits = spec.source.waits and problem.alignment >= 16 and device.compute_capability >= (9, 0)
-        self._launch = replace(launch, programmatic=waits)
+        # reads of 16 bytes never go through the read-only cache; measured on this architecture alone
+        is_early = spec.source.waits and problem.alignment >= 16 and device.compute_capability == (9, 0)
+        self._launch = replace(launch, programmatic=is_early)
         self._kernel = compile_kernel(spec, device, launch.shared_bytes)
         self._sizes = (size(problem.m), size(problem.n), size(problem.k))
         self.resources = self._kernel.resources

@@ -115,8 +115,8 @@ def test_arrays_that_are_gone_are_not_kept(cupy: Any, dispatcher: Dispatcher) ->
     gone = [weakref.ref(x) for x in arrays]
     del arrays
     gc.collect()
-    assert [f"{type(h).__name__} {h!r:.300}" for w in gone for h in gc.get_referrers(w()) if w() is not None] == []
-    assert [i for i, w in enumerate(gone) if w() is not None] == []
+    kept = [w for w in gone if w() is not None]
+    assert kept == [], [f"{type(h).__name__} {h!r:.300}" for w in kept for h in gc.get_referrers(w())]
 
 
 def test_so_many_launches_are_kept_and_no_more(
