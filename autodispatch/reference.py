@@ -280,6 +280,7 @@ class Checker:
         return self._joined([decode(self.output.array[r]) for r in self._rows])
 
     def _joined(self, parts: list[Any]) -> Any:
+        """One array, row-major as products are: a copy only where there are several parts."""
         return parts[0] if len(parts) == 1 else self.xp.concatenate(parts)
 
     def _tally(self) -> _Tally:
