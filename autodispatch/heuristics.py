@@ -51,9 +51,7 @@ _PERSISTENT_STEP_CYCLES, _SMALL_STEP_CYCLES = 340.0, 560.0  # at least, per 64 o
 _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
 _QUEUE_S = 2.2e-6  # of global memory: for the bytes under way that (k, n) weights and tiles of few rows want
 _SHORT_QUEUE_COST = 0.45  # of a queue that is empty, relative to the time at memory's pace
-_LONG_QUEUE_COST = (
-    600.0  # of one twice as long as wanted, likewise and in elements of k: it costs once, however long k is
-)
+_LONG_QUEUE_COST = 600.0  # of one twice as long as wanted, likewise, over k: it is paid once, however long k is
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 

@@ -90,7 +90,7 @@ def _strided(xp: Any, rng: Any, rows: int, columns: int, scale: float, problem: 
     offset = 0 if problem.alignment == 16 else problem.alignment // item
     per_row = round_up(columns, 16 // item) + offset
     values = rng.standard_normal(rows * per_row + offset, dtype=np.float32) * np.float32(scale)
-    if problem.dtype == "bfloat16":  # cut, not rounded: any value will do
+    if problem.dtype == "bfloat16":  # cut, not rounded, which takes five array operations to compile: any value will do
         values = values.view(np.uint16)[1::2].copy().view(dtype_of("bfloat16"))
     else:
         values = encode(values, problem.dtype)

@@ -58,7 +58,9 @@ def test_what_is_picked_between_four_tuned_m_is_near_the_best_that_was_measured(
     layers = Layers([("few", few)])
     shares, unmeasured = [], 0
     for base, by_m in decisions.items():
-        for m in sorted(set(by_m) - set(known)) if set(known) <= set(by_m) else []:
+        if not set(known) <= set(by_m):
+            continue
+        for m in sorted(set(by_m) - set(known)):
             pick = next(selections(replace(base, m=m), device, Registry(), layers)).candidate
             finalists = (shipped.measurement(i) for i in by_m[m].finalists)
             times = {(r.variant, r.config): r.median_us for r in finalists if r is not None and r.median_us}
