@@ -35,7 +35,7 @@ MIN_FINALISTS, MAX_FINALISTS = 4, 8  # the fastest of the screening
 FINAL_MARGIN = 0.05
 THROTTLED = 0.75  # of the first round's clock
 THROTTLE_REST_S, MAX_DROPPED_ROUNDS = 0.1, 5
-MAX_COPIES = 16
+MIN_COPIES, MAX_COPIES = 4, 16
 _MAX_LAUNCHES = 1000
 _GUARD_BYTES = 512  # on both sides of the workspace
 _BUSY = 5  # percent, from where on the device is not ours alone
@@ -220,7 +220,7 @@ class CudaWorkbench(Workbench):
     def _number_of_copies(self, problem: Problem) -> int:
         wanted = int(-(-5 * self.device.l2_bytes // max(problem.bytes_moved, 1))) + 1
         free = self._cupy.cuda.runtime.memGetInfo()[0] // 2
-        return int(max(1, min(MAX_COPIES, max(2, wanted), free // max(problem.bytes_moved, 1))))
+        return int(max(1, min(MAX_COPIES, max(MIN_COPIES, wanted), free // max(problem.bytes_moved, 1))))
 
     def unload(self) -> None:
         self._checker, self._copies, self._scratch = None, [], None
