@@ -5,10 +5,11 @@
 // sums of an output lie in one thread, and the rows of a are n8 tiles: no product is wasted on rows that are not there.
 // A block computes TileN columns by TileM rows. Its warps stand ColumnWarps x GroupsK: a group of warps has its own ring of
 // NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups are
-// added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k.
+// added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k: each
+// adds up its own sums and sends them to the blocks that finish them, a part of the tile each.
 // Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0, clusters 9.0.
 // Shared memory: the larger of GroupsK * NumStages * (2 * TileN + TileM) * 128 and GroupsK * 2 * TileM * (TileN + 4) * 4
-// bytes, dynamic.
+// bytes, and in a cluster TileM * TileN * 8 for what the blocks send; dynamic.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/barrier.cuh"
 #include "autodispatch/cluster.cuh"
@@ -16,6 +17,13 @@
 #include "autodispatch/mma.cuh"
 #include "autodispatch/tile.cuh"
 #include "autodispatch/tile_copy.cuh"
+
+__device__ __forceinline__ void add(float4& sum, const float4& x) {
+  sum.x += x.x;
+  sum.y += x.y;
+  sum.z += x.z;
+  sum.w += x.w;
+}
 
 template <typename T, typename Activation, WeightLayout Layout, int TileM, int TileN, int ColumnWarps, int GroupsK,
           int NumStages, int ClusterK, int Alignment>
@@ -31,6 +39,8 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   constexpr int WeightElements = TileN * TileK;
   constexpr int StageElements = 2 * WeightElements + TileM * TileK;
   constexpr int Pitch = TileN + 4;  // of a row of sums: the four lanes of a quad then write to different banks
+  constexpr int Pairs = TileM * TileN / 2;  // of outputs
+  constexpr int Share = Pairs / ClusterK;   // that a block finishes
   static_assert(TileM % 8 == 0 && TileN % (8 * ColumnWarps) == 0, "tiles are multiples of 8, in columns also per warp");
   static_assert(NumStages >= 2, "the ring needs two stages");
 
@@ -44,7 +54,9 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const unsigned rank = blockIdx.x % ClusterK;
   const long long row = static_cast<long long>(tile % tiles_m) * TileM;  // tiles of the same columns are neighbours
   const long long column = static_cast<long long>(tile / tiles_m) * TileN;
-  T* ring = reinterpret_cast<T*>(shared) + group * NumStages * StageElements;
+  float4* sent = reinterpret_cast<float4*>(shared);  // to this block: [ClusterK][Share] of two gate and two up sums
+  uint4* own_shared = shared + (ClusterK > 1 ? Pairs : 0);
+  T* ring = reinterpret_cast<T*>(own_shared) + group * NumStages * StageElements;
   const CachePolicy stream = policy_evict_first();
   const CachePolicy keep = policy_evict_last();
 
@@ -101,6 +113,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     }
   };
 
+  cluster_arrive<ClusterK>();
   wait_for_previous_grid();
   constexpr int Sharers = GroupsK * ClusterK;
   const int first_block = static_cast<int>(rank) * GroupsK + group;
@@ -130,7 +143,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   copy_wait<0>();
   __syncthreads();  // all have read their stages
 
-  float* all = reinterpret_cast<float*>(shared);
+  float* all = reinterpret_cast<float*>(own_shared);
   float* gates = all + group * 2 * TileM * Pitch;
   float* ups = gates + TileM * Pitch;
 #pragma unroll
@@ -145,32 +158,45 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
       }
     }
   }
-  cluster_sync<ClusterK>();
-  for (int i = rank * GroupThreads * GroupsK + threadIdx.x; i < TileM * TileN / 2; i += GroupThreads * Sharers) {
-    const int r = i / (TileN / 2);
-    const int c = i % (TileN / 2) * 2;
-    if (row + r >= m) break;
-    float2 gate = {0.0f, 0.0f};
-    float2 up = {0.0f, 0.0f};
-#pragma unroll
-    for (int s = 0; s < Sharers; ++s) {
-      const float* sums_of_group = all + (s % GroupsK * 2 * TileM + r) * Pitch + c;
-      const float2 x = load_of_block<ClusterK>(sums_of_group, s / GroupsK);
-      const float2 y = load_of_block<ClusterK>(sums_of_group + TileM * Pitch, s / GroupsK);
-      gate.x += x.x;
-      gate.y += x.y;
-      up.x += y.x;
-      up.y += y.y;
-    }
+  __syncthreads();
+  const auto finish = [&](int pair, float4 x) {
+    const int r = pair / (TileN / 2);
+    const int c = pair % (TileN / 2) * 2;
+    if (row + r >= m) return;
     T* target = out + (row + r) * ldout;
-    const float first = Activation::template apply<T>(gate.x) * up.x;
-    const float second = Activation::template apply<T>(gate.y) * up.y;
+    const float first = Activation::template apply<T>(x.x) * x.z;
+    const float second = Activation::template apply<T>(x.y) * x.w;
     if constexpr (Alignment >= 4) {
       store_pair(target, column + c, n, first, second);
     } else {
       if (column + c < n) target[column + c] = from_float<T>(first);
       if (column + c + 1 < n) target[column + c + 1] = from_float<T>(second);
     }
+  };
+  cluster_wait<ClusterK>();  // all have begun, and can be sent to
+  for (int i = threadIdx.x; i < Pairs; i += GroupThreads * GroupsK) {
+    const float* first_group = all + i / (TileN / 2) * Pitch + i % (TileN / 2) * 2;
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < GroupsK; ++s) {
+      const float2 gate = *reinterpret_cast<const float2*>(first_group + s * 2 * TileM * Pitch);
+      const float2 up = *reinterpret_cast<const float2*>(first_group + (s * 2 + 1) * TileM * Pitch);
+      add(sum, {gate.x, gate.y, up.x, up.y});
+    }
+    if constexpr (ClusterK == 1) {
+      finish(i, sum);
+    } else {
+      store_to_block(sent + rank * Share + i % Share, sum, i / Share);
+    }
   }
-  if (ClusterK > 1) cluster_sync<ClusterK>();
+  if constexpr (ClusterK > 1) {
+    cluster_arrive<ClusterK>();
+    cluster_wait<ClusterK>();  // all have sent
+    for (int i = threadIdx.x; i < Share; i += GroupThreads * GroupsK) {
+      float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
+      finish(static_cast<int>(rank) * Share + i, sum);
+    }
+  }
 }

@@ -38,10 +38,25 @@ class FusedDecodeConfig(Config):
     @property
     def shared_bytes(self) -> int:
         ring = self.groups_k * self.num_stages * (2 * self.tile_n + self.tile_m) * _TILE_K * 2
-        return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4)
+        sent = self.tile_m * self.tile_n * 8 if self.cluster_k > 1 else 0
+        return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4) + sent
 
     def blocks(self, problem: Problem) -> int:
         return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n) * self.cluster_k
+
+
+def _cluster_suits(config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> bool:
+    """Four and more SMs must belong to one part of the GPU, which cannot be filled to the last SM: beyond about half of
+    them clusters of 4 and 8 were seen to wait for one another."""
+    if config.cluster_k == 1:
+        return True
+    blocks = config.blocks(problem) if config.cluster_k == 2 else 3 * config.blocks(problem) // 2
+    return (
+        problem.layout == "kn"
+        and config.warps == 8
+        and device.compute_capability >= (9, 0)
+        and blocks <= device.sm_count
+    )
 
 
 class FusedDecode(Variant):
@@ -55,7 +70,7 @@ class FusedDecode(Variant):
             "tile_n": (8, 16, 24, 32, 64),
             "groups_k": (1, 2, 4, 8),
             "num_stages": (3, 4, 6),
-            "cluster_k": (1, 2, 4),
+            "cluster_k": (1, 2, 4, 8),
         },
         (
             Restriction(lambda c, p, d: c.tile_m < 2 * max(p.m, 5), "a tile of less than twice the rows"),
@@ -72,16 +87,7 @@ class FusedDecode(Variant):
                 lambda c, p, d: c.shared_bytes <= d.shared_bytes_per_block, "the device's shared memory per block"
             ),
             Restriction(
-                lambda c, p, d: (
-                    c.cluster_k == 1
-                    or (
-                        p.layout == "kn"
-                        and c.warps == 8
-                        and d.compute_capability >= (9, 0)
-                        and c.blocks(p) <= d.sm_count
-                    )
-                ),
-                "clusters of blocks of 8 warps, for kn, on compute capability 9.0, where all find an SM",
+                _cluster_suits, "clusters of blocks of 8 warps, for kn, on compute capability 9.0, that all find SMs"
             ),
             Restriction(lambda c, p, d: c.blocks(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
         ),

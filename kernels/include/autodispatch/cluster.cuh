@@ -1,4 +1,4 @@
-// Clusters of blocks that read one another's shared memory (compute capability 9.0 and up). Below it a cluster is one block.
+// Clusters of blocks that write to one another's shared memory (compute capability 9.0 and up). Below it a cluster is one block.
 #pragma once
 
 #include "autodispatch/copy.cuh"
@@ -9,30 +9,31 @@
 #define CLUSTER_OF(blocks)
 #endif
 
-// A barrier for all threads of the cluster, which also makes their shared memory visible to one another. A block must not
-// exit before others have read its memory.
+// The two halves of a barrier for all threads of the cluster: what was written before arriving, also to other blocks' shared
+// memory, is visible after waiting. A block may be written to once it has begun, and until it ends.
 template <int Blocks>
-__device__ __forceinline__ void cluster_sync() {
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (Blocks > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    return;
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
 #endif
-  __syncthreads();
 }
 
-// Two floats at the place in block `rank` of the cluster where `pointer` lies in this block's shared memory.
 template <int Blocks>
-__device__ __forceinline__ float2 load_of_block(const float* pointer, unsigned rank) {
+__device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (Blocks > 1) {
-    unsigned address;
-    float2 pair;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
-    return pair;
-  }
+  if constexpr (Blocks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-  return *reinterpret_cast<const float2*>(pointer);
+}
+
+// Writes to the place in block `rank` of the cluster where `pointer` lies in this block's shared memory.
+__device__ __forceinline__ void store_to_block(float4* pointer, const float4& x, unsigned rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+#endif
 }
