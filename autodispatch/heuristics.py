@@ -52,6 +52,7 @@ _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
 _QUEUE_S = 2.2e-6  # of global memory: for the bytes under way that (k, n) weights and tiles of few rows want
 _SHORT_QUEUE_COST = 0.45  # of a queue that is empty, relative to the time at memory's pace
 _LONG_QUEUE_COST = 600.0  # of one twice as long as wanted, likewise, over k: it is paid once, however long k is
+_FEW_ROWS_KN_PACE, _FEW_ROWS_KN_START_S = 0.95, 1e-6  # of global memory's time, and off the fixed part, in such tiles
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
@@ -153,6 +154,7 @@ def _predict_wgmma(
     if small:
         l2 = rounds * tile_bytes / l2_rate
         launches += _ONE_WAVE_S if rounds == 1 else 0.0
+        launches -= _FEW_ROWS_KN_START_S if _is_few_rows_kn(work, problem) else 0.0
     else:
         l2 = work.blocks * tile_bytes / (l2_rate * min(work.blocks, device.sm_count))
         memory /= (work.blocks / (rounds * device.sm_count)) ** 0.5
@@ -161,14 +163,18 @@ def _predict_wgmma(
 
 def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:
     """What too few bytes under way cost a kernel of small tiles, and with (k, n) weights and few rows also too many."""
-    if problem.layout == "nk" or work.tile_m > 64:
+    if not _is_few_rows_kn(work, problem):
         return _FEW_SMALL_STAGES_COST if work.stages < 4 else 1.0
     columns = work.products * (work.loaded_n or work.tile_n)
     resident = min(work.blocks, device.sm_count * _blocks_per_sm(work, device))
     under_way = resident * work.stages * columns * 64 * problem.item_bytes / (bandwidth * _QUEUE_S)
     if under_way < 1.0:
-        return 1.0 + _SHORT_QUEUE_COST * (1.0 - under_way)
-    return 1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / max(problem.k, 1)
+        return _FEW_ROWS_KN_PACE * (1.0 + _SHORT_QUEUE_COST * (1.0 - under_way))
+    return _FEW_ROWS_KN_PACE * (1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / max(problem.k, 1))
+
+
+def _is_few_rows_kn(work: Work, problem: Problem) -> bool:
+    return problem.layout == "kn" and work.tile_m <= 64
 
 
 def _estimate(launches: float, arithmetic: float, l2: float, memory: float, intermediate: float = 0.0) -> Estimate:
