@@ -73,6 +73,7 @@ class Planner:
         self._on_change = on_change
         self._ready: dict[_Key, Ready] = {}
         self._missed: set[tuple[str, Problem]] = set()
+        self._far: set[tuple[str, Problem]] = set()  # missed, and no decision for a near m serves them either
         self._warned: set[tuple[Any, ...]] = set()
         self._tuned: set[tuple[str, Problem]] = set()
         self._unbuildable: set[tuple[Any, ...]] = set()
@@ -111,7 +112,7 @@ class Planner:
                 selection = self._select(problem, device, layers, pinned, max_error)
                 ready = self._ready[key] = Ready(*selection, max_error)
             finally:  # what is tuned later must find it here, and is tuned also where it cannot be served till then
-                if layers is not None and self.settings.mode == "background" and (device.key, problem) in self._missed:
+                if layers is not None and self.settings.mode == "background" and (device.key, problem) in self._far:
                     self._tune_later(problem, device, layers)
             if layers is not None and before is not None and versions(layers) != before:
                 self.reload(problem)  # tuned while it was built
@@ -222,9 +223,12 @@ class Planner:
     def _act_on(self, problem: Problem, device: DeviceInfo, origin: Origin | None, layers: Layers) -> bool:
         """Does what the settings say about a selection of this origin, or none; True if that was to tune now."""
         mode = self.settings.mode
+        is_far = origin not in (Origin.TUNED, Origin.BUCKET)  # so that many values of m cost one tuning per bucket
         if origin is not Origin.TUNED:
             self._miss(problem, device, origin, layers)
-        if mode == "force" or (mode == "tune" and origin is not Origin.TUNED):
+        if is_far:
+            self._far.add((device.key, problem))
+        if mode == "force" or (mode == "tune" and is_far):
             # a candidate that calls run while it is tuned is served untuned: the device is being timed on
             if (device.key, problem) in self._tuned or self._is_tuning:
                 return False
@@ -248,7 +252,7 @@ class Planner:
                 layers.user.record_miss(device.key, problem)
             except StoreError as cause:
                 _log.warning("the miss of %s was not recorded: %s", problem, str(cause))
-        kind = (device.key, problem.n, problem.k, problem.dtype, problem.layout)
+        kind = (device.key, replace(problem, m=1))
         is_told = origin is Origin.BUCKET or self.settings.strict or self.settings.mode != "cache"
         if not is_told and kind not in self._warned:
             self._warned.add(kind)
@@ -282,10 +286,12 @@ class Planner:
         self._tuned.add((device.key, problem))
         if self._background is None:
             self._background = Background()
-        self._background.add(lambda runner: self._tune_and_reload(runner, problem, layers), device)
+        self._background.add(lambda runner: self._tune_and_reload(runner, problem, device, layers), device)
 
-    def _tune_and_reload(self, runner: Runner, problem: Problem, layers: Layers) -> None:
-        self._tune_with(runner, problem, layers)
+    def _tune_and_reload(self, runner: Runner, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
+        served = stored_selections(problem, device, self.registry, layers, None)  # by what was tuned while it waited
+        if next(served, None) is None:
+            self._tune_with(runner, problem, layers)
         self.reload(problem)
 
     def _watch(self, layers: Layers | None) -> dict[str, int] | None:

@@ -23,7 +23,7 @@ class Settings:
     Attributes:
         database: the user's tuning database, read and written.
         read_only_databases: databases consulted after it, in order, never written.
-        mode: what a call may do about a problem that the databases do not know: `cache` never tunes, `tune` tunes at
+        mode: what a call may do about a problem that no decision serves, not for a near m either: `cache` never tunes, `tune` at
             the first miss, `background` tunes beside the calls and then serves what won, `force` tunes every problem
             once per process whatever is stored, `off` ignores the store.
         effort: how much such a tuning tries, `quick` or `full`.

@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autodispatch import worker
+from autodispatch import planning, worker
 from autodispatch.benchmark import CpuWorkbench
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.errors import NotTunedError, UnsupportedProblemError
+from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
+from autodispatch.variants import VARIANTS
+from tests import stored
 
 CPU = cpu_device()
 PROBLEM = Problem(24, 40, 32, "float32")
@@ -119,6 +122,49 @@ def test_the_background_tunes_while_no_call_waits_and_the_winner_is_swapped_in(
         np.testing.assert_allclose(result, results[0], rtol=1e-4, atol=1e-4)
     assert (d.counters().tunings, d.counters().misses) == (1, 1)
     d.close()
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, gate: threading.Event | None = None) -> list[int]:
+    """The values of m that are tuned from now on, by a tuning that only stores a decision, when the gate is open."""
+    tuned: list[int] = []
+
+    def decide(self: planning.Planner, runner: Any, problem: Problem, layers: Layers) -> None:
+        assert gate is None or gate.wait(60)
+        tuned.append(problem.m)
+        stored.begin(layers.user)
+        record = stored.measurement(problem, digest=VARIANTS["cpu_split"].digest)
+        layers.user.add_measurement(record)
+        layers.user.set_decision(stored.decision(problem, record))
+
+    monkeypatch.setattr(planning.Planner, "_tune_with", decide)
+    return tuned
+
+
+def test_many_values_of_m_cost_one_tuning_per_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = decided(monkeypatch)
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="tune", reload_s=0))
+    for m in range(1, 300):
+        d.run(np.ones((m, 32), np.float32), *ARGUMENTS[1:])
+    calls = d.counters().calls
+    d.close()
+    assert tuned == [1, 3, 7, 15, 31, 63, 127, 255]
+    assert calls == {"tuned": 8, "bucket": 291}
+
+
+def test_what_the_background_tuned_for_one_m_serves_those_near_it_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    tuned = decided(monkeypatch, gate)
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="background", reload_s=0))
+    for m in (24, 25, 30, 100):
+        d.run(np.ones((m, 32), np.float32), *ARGUMENTS[1:])
+    gate.set()
+    near = replace(PROBLEM, m=30)
+    wait_for(lambda: getattr(d.planner.find(near, CPU, None, None), "selection", None).origin is Origin.BUCKET)
+    wait_for(lambda: len(tuned) == 2)
+    d.close()
+    assert tuned == [24, 100]
 
 
 def test_a_hundred_new_shapes_are_served_untuned_and_recorded(tmp_path: Path) -> None:
