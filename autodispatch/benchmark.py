@@ -339,21 +339,30 @@ def regime(device: DeviceInfo) -> str:
     return CpuWorkbench.regime if device.kind == "cpu" else CudaWorkbench.regime
 
 
-def screen(trial: Trial, best_us: float | None) -> Timing:
+def screen(trial: Trial, best_us: float | None, deadline: float | None = None) -> Timing:
     """Warms a candidate up and samples it. One that takes GIVE_UP times the best so far is left after two samples, one
-    that still takes GIVE_UP_WARM times it when warm is left with those of the warm-up."""
+    that still takes GIVE_UP_WARM times it when warm is left with those of the warm-up. At the deadline (by
+    time.monotonic) every candidate is left with the samples it has."""
     first = tuple(trial() for _ in range(2))
-    if best_us is not None and min(first) > GIVE_UP * best_us:
+    if is_over(deadline) or (best_us is not None and min(first) > GIVE_UP * best_us):
         return Timing(first)
     start = time.monotonic()
     warm = [trial()]
-    while time.monotonic() < start + WARM_UP_S:
+    while time.monotonic() < start + WARM_UP_S and not is_over(deadline):
         warm.append(trial())
-    if best_us is not None and min(warm) > GIVE_UP_WARM * best_us:
+    if is_over(deadline) or (best_us is not None and min(warm) > GIVE_UP_WARM * best_us):
         return Timing(tuple(warm[-MAX_SAMPLES:]))
     turn_s = (time.monotonic() - start) / len(warm)
     wanted = int(min(MAX_SAMPLES, max(MIN_SAMPLES, SAMPLING_S / max(turn_s, 1e-9))))
-    return Timing(tuple(trial() for _ in range(wanted)))
+    samples: list[float] = []
+    while len(samples) < wanted and not (samples and is_over(deadline)):
+        samples.append(trial())
+    return Timing(tuple(samples))
+
+
+def is_over(deadline: float | None) -> bool:
+    """Whether this moment of time.monotonic, which all processes of a machine share, has passed."""
+    return deadline is not None and time.monotonic() >= deadline
 
 
 def finals(
@@ -361,10 +370,12 @@ def finals(
     rounds: int = FINAL_ROUNDS,
     rng: random.Random | None = None,
     clock_mhz: Callable[[], int | None] = lambda: None,
+    deadline: float | None = None,
 ) -> list[Timing]:
     """Times all trials in turn, in random order within each round, so that drift meets all of them alike.
 
     A round that ends at less than 75 % of the first one's clock is dropped and played again after a rest, a few times.
+    At the deadline the rounds end, whatever is under way, but for the first.
     """
     rng = rng or random.Random(0)
     samples: list[list[float]] = [[] for _ in trials]
@@ -372,7 +383,11 @@ def finals(
     first_clock, dropped = None, 0
     while trials and len(samples[0]) < rounds:
         rng.shuffle(order)
-        played = {i: trials[i]() for i in order}
+        played = {}
+        for i in order:
+            if samples[0] and is_over(deadline):
+                return [Timing(tuple(s)) for s in samples]
+            played[i] = trials[i]()
         clock = clock_mhz()
         first_clock = first_clock or clock
         if clock and first_clock and clock < THROTTLED * first_clock and dropped < MAX_DROPPED_ROUNDS:

@@ -147,7 +147,7 @@ def tune(
     effort: Effort = "quick",
     budget: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds for all that is not tuned yet, after which no candidate is begun."),
+        typer.Option(min=0, help="Seconds for all that is not tuned yet; then no further launch is timed."),
     ] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Tune what calls asked for and did not find.")] = False,
     device: Annotated[

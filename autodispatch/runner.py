@@ -70,15 +70,18 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+    def screen(self, candidate: Candidate, best_us: float | None, deadline: float | None = None) -> Outcome:
         """Builds, checks and times a candidate; see `benchmark.screen`. Whatever happens to it is in the outcome.
 
         Raises DeviceError if the device cannot be used any more.
         """
 
     @abstractmethod
-    def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
-        """Times candidates that came through the screening against each other: sample i of each is from round i."""
+    def finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None = None) -> list[Outcome]:
+        """Times candidates that came through the screening against each other: sample i of each is from round i.
+
+        At the deadline the rounds end, with one at least. A candidate that ruins them is in the outcomes as failed.
+        """
 
     @abstractmethod
     def unload(self) -> None:
@@ -132,13 +135,15 @@ class LocalRunner(Runner):
         self._builds = {c: self._pool.submit(c.executable, problem, self.device) for c in candidates}
         return foreign_load
 
-    def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+    def screen(self, candidate: Candidate, best_us: float | None, deadline: float | None = None) -> Outcome:
         moments = [time.monotonic()]
-        outcome = self._screen(candidate, best_us, moments)
+        outcome = self._screen(candidate, best_us, deadline, moments)
         moments += [time.monotonic()] * (4 - len(moments))
         return replace(outcome, spent=Spent(*(end - start for start, end in pairwise(moments))))
 
-    def _screen(self, candidate: Candidate, best_us: float | None, moments: list[float]) -> Outcome:
+    def _screen(
+        self, candidate: Candidate, best_us: float | None, deadline: float | None, moments: list[float]
+    ) -> Outcome:
         """As far as it comes; `moments` are told the end of the build and of the first check."""
         try:
             executable = self.build(candidate)
@@ -152,7 +157,7 @@ class LocalRunner(Runner):
             if check.status == "ok":
                 self.bench.heat_up()
                 trial = self._trials[candidate] = self.bench.trial(executable)
-                timing = benchmark.screen(trial, best_us)
+                timing = benchmark.screen(trial, best_us, deadline)
                 check = self._implausible(timing) or self.bench.check(executable)  # once more, after many launches
                 return self._outcome(executable, check, timing if check.status == "ok" else None)
         except MemoryError as cause:
@@ -176,12 +181,13 @@ class LocalRunner(Runner):
         other = self.bench.check(candidate.executable(beside, self.device), beside)
         return check if other.status == "ok" else replace(other, reason=f"on {beside}: {other.reason}")
 
-    def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+    def finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None = None) -> list[Outcome]:
         for candidate in candidates:
             if candidate not in self._trials:  # screened by another process, or in an earlier tuning
                 self._trials[candidate] = self.bench.trial(self.build(candidate))
         self.bench.heat_up()
-        timings = benchmark.finals([self._trials[c] for c in candidates], rounds, clock_mhz=self._clock_mhz)
+        trials = [self._trials[c] for c in candidates]
+        timings = benchmark.finals(trials, rounds, clock_mhz=self._clock_mhz, deadline=deadline)
         return [
             self._outcome(self.build(c), Check("ok"), timing) for c, timing in zip(candidates, timings, strict=True)
         ]

@@ -23,9 +23,9 @@ class Settings:
     Attributes:
         database: the user's tuning database, read and written.
         read_only_databases: databases consulted after it, in order, never written.
-        mode: what a call may do about a problem that no decision serves, not for a near m either: `cache` never tunes, `tune` at
-            the first miss, `background` tunes beside the calls and then serves what won, `force` tunes every problem
-            once per process whatever is stored, `off` ignores the store.
+        mode: what a call may do about a problem that no decision serves, for a near m either: `cache` never tunes,
+            `tune` tunes at the first miss, `background` tunes beside the calls and then serves what won, `force` tunes
+            every problem once per process whatever is stored, `off` ignores the store.
         effort: how much such a tuning tries, `quick` or `full`.
         record_misses: write each problem that was not found into the user's database, once per process.
         pin: the variant that serves every call that names no candidate.

@@ -105,7 +105,9 @@ class Tuner:
         """Measures the candidates of a problem, stores every measurement as it is made, and stores the decision.
 
         `effort` "quick" tries the defaults and the likely winners of each path, "full" everything legal. When
-        `budget_s` seconds are over no further candidate is begun, and the finals are played between those measured.
+        `budget_s` seconds are over the candidate that is being timed is left, and the rounds of the finals end; what
+        was finished is decided on, and the next tuning goes on from there. One step is done in any case: a candidate,
+        or, where all were tried, the finals.
         Where another process tuned the problem while this one waited for the device, its decision is taken.
 
         Raises UnsupportedProblemError for a problem without work, AutodispatchError if no candidate was right.
@@ -127,7 +129,9 @@ class Tuner:
             known = self._known(problem, candidates)
             with self._loaded(problem, [c for c in candidates if c not in known]) as alone:
                 results = self._screen(problem, candidates, deadline, known)
-                return self._conclude(problem, results, incumbent, alone and len(results) == len(candidates))
+                complete = alone and len(results) == len(candidates)
+                last = None if len(known) == len(candidates) else deadline
+                return self._conclude(problem, results, incumbent, complete, last)
 
     def is_tuned(self, problem: Problem, effort: str = "quick") -> bool:
         """Whether a complete decision is there and all candidates of the effort were tried with today's kernels."""
@@ -156,7 +160,12 @@ class Tuner:
             return self._conclude(problem, results, candidates[0], False)
 
     def _conclude(
-        self, problem: Problem, results: list[Result], incumbent: Candidate | None, complete: bool
+        self,
+        problem: Problem,
+        results: list[Result],
+        incumbent: Candidate | None,
+        complete: bool,
+        deadline: float | None = None,
     ) -> DecisionRecord:
         """Plays the finals between what came through the screening."""
         good = [r for r in results if r.timing is not None]
@@ -168,7 +177,7 @@ class Tuner:
         default = self.default(problem)
         always = (incumbent, default, self._registry.library(problem, self._device))
         try:
-            return self._finals(problem, self._finalists(good, always), incumbent, default, complete)
+            return self._finals(problem, self._finalists(good, always), incumbent, default, complete, deadline)
         except MemoryError as cause:
             raise AutodispatchError(f"the finals of {problem} must fit into memory ({cause})") from cause
 
@@ -264,19 +273,29 @@ class Tuner:
         for i, r in enumerate(results, start=1):
             self._listener(Progress(problem, "screen", i, len(candidates), r.candidate, r.record, is_hit=True))
         for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
-            is_over = deadline is not None and time.monotonic() > deadline
-            if is_over and len(results) > len(known) and any(r.timing for r in results):  # one more at least, each time
+            end = None  # one at least comes to its end, each time
+            if deadline is not None and len(results) > len(known) and any(r.timing for r in results):
+                end = deadline - self._round_s(problem, results)
+            outcome = None
+            if not benchmark.is_over(end):
+                self._listener(Progress(problem, "screen", i, len(candidates), candidate))
+                outcome = self._runner.screen(candidate, best, end)
+                self.spent.update(outcome.spent._asdict())
+            if outcome is None or (outcome.timing is not None and benchmark.is_over(end)):
                 _log.info("the budget is used up after %d of %d candidates", i, len(candidates))
                 break
-            self._listener(Progress(problem, "screen", i, len(candidates), candidate))
-            outcome = self._runner.screen(candidate, best)
-            self.spent.update(outcome.spent._asdict())
             result = self._result(problem, candidate, outcome, "screen")
             if result.timing is not None:
                 best = min(best or result.timing.median, result.timing.median)
             results.append(result)
             self._listener(Progress(problem, "screen", i + 1, len(candidates), candidate, result.record))
         return results
+
+    def _round_s(self, problem: Problem, results: list[Result]) -> float:
+        """About how long one round of the finals takes."""
+        good = [r for r in results if r.timing is not None]
+        launches = (r.timing.median / 1e6 for r in self._finalists(good, ()) if r.timing is not None)
+        return sum(max(benchmark.UNIT_S, t) for t in launches)
 
     def _result(self, problem: Problem, candidate: Candidate, outcome: Outcome, stage: str) -> Result:
         """Stores a measurement and returns the result with it."""
@@ -346,23 +365,30 @@ class Tuner:
         incumbent: Candidate | None,
         default: Candidate,
         complete: bool,
+        deadline: float | None,
     ) -> DecisionRecord:
         self._listener(Progress(problem, "finals", 0, 1))
         candidates = [r.candidate for r in screened]
         with self._counted("finals"):
-            outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS)
+            outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS, deadline)
         finalists, records = [], {}
         for before, outcome in zip(screened, outcomes, strict=True):
-            checked = replace(outcome, check=before.check)
             candidate = before.candidate
+            if outcome.timing is None:  # as it would have been found when it was screened
+                self._result(problem, candidate, outcome, "screen")
+                continue
+            checked = replace(outcome, check=before.check)
             key = candidate.key
             records[key] = self._result(problem, candidate, checked, "final").record
-            assert outcome.timing is not None
             error = before.check.relative_error or 0.0
             samples = outcome.timing.samples
             places = (candidate == incumbent, candidate == default)
             finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
+        if not finalists:
+            reasons = "; ".join(f"{c}: {o.check.status}" for c, o in zip(candidates, outcomes, strict=True))
+            raise AutodispatchError(f"some candidate must come through the finals of {problem} (got none: {reasons})")
         verdict = decide(finalists)
+        complete = complete and len(verdict.pick.samples) == benchmark.FINAL_ROUNDS
         # on a processor, whose wall clock counts all that runs beside, such a change says nothing
         steady = self._device.kind == "cpu" or drift(verdict.pick.samples) <= STEADY
         if not steady:

@@ -94,32 +94,58 @@ class WorkerRunner(Runner):
         foreign_load: int = self._ask("load", problem, [c.key for c in candidates], limit_s=self._limits[0])
         return foreign_load
 
-    def screen(self, candidate: Candidate, best_us: float | None) -> Outcome:
+    def screen(self, candidate: Candidate, best_us: float | None, deadline: float | None = None) -> Outcome:
         self._ensure_loaded()
         request, start = "build", time.monotonic()
         try:
             self._ask("build", candidate.key, limit_s=self._limits[1])
             request, built = "screen", time.monotonic()
-            outcome: Outcome = self._ask("screen", candidate.key, best_us, limit_s=self._run_limit_s([candidate]))
+            limit_s = self._run_limit_s([candidate])
+            outcome: Outcome = self._ask("screen", candidate.key, best_us, deadline, limit_s=limit_s)
         except WorkerGoneError as gone:
             if self._builds_ahead and (request == "build" or gone.status == "crashed"):
                 # it may have been another candidate's build; from now on there is one at a time
-                return self.screen(candidate, best_us)
+                return self.screen(candidate, best_us, deadline)
             return Outcome(Check(gone.status, str(gone)))
         except DeviceError as cause:
             self._end()
             return Outcome(Check("launch_failed", str(cause)))
         return replace(outcome, spent=outcome.spent._replace(building=built - start))
 
-    def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+    def finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None = None) -> list[Outcome]:
+        try:
+            return self._finals(candidates, rounds, deadline)
+        except AutodispatchError as cause:
+            if self._closed:
+                raise
+            failed = self._ruinous(candidates, rounds)
+            _log.warning("%s; the finals are played again without %s", cause, ", ".join(map(str, failed)) or "change")
+        rest = [c for c in candidates if c not in failed]
+        outcomes = dict(zip(rest, self._finals(rest, rounds, deadline), strict=True))
+        return [failed.get(c) or outcomes[c] for c in candidates]
+
+    def _finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None) -> list[Outcome]:
         limit_s = self._limits[1] + self._run_limit_s(candidates)
         self._ensure_loaded()
         try:
-            outcomes: list[Outcome] = self._ask("finals", [c.key for c in candidates], rounds, limit_s=limit_s)
+            outcomes: list[Outcome] = self._ask(
+                "finals", [c.key for c in candidates], rounds, deadline, limit_s=limit_s
+            )
         except Exception:  # what it leaves behind is not to be trusted
             self._end()
             raise
         return outcomes
+
+    def _ruinous(self, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, Outcome]:
+        """Those that do not come through finals by themselves, with what became of them."""
+        failed = {}
+        for candidate in candidates:
+            try:
+                self._finals([candidate], rounds, None)
+            except AutodispatchError as cause:
+                status = cause.status if isinstance(cause, WorkerGoneError) else "launch_failed"
+                failed[candidate] = Outcome(Check(status, f"in the finals: {cause}"))
+        return failed
 
     def _run_limit_s(self, candidates: Sequence[Candidate]) -> float:
         """Seconds for launches by the dozen, of which the cost model knows roughly how long each takes."""
@@ -224,8 +250,8 @@ def serve(connection: Connection, runner: LocalRunner, registry: Registry) -> No
         "require": runner.require,
         "load": lambda problem, keys: runner.load(problem, candidates(keys)),
         "build": lambda key: _await_build(runner, registry.parse(*key)),
-        "screen": lambda key, best_us: runner.screen(registry.parse(*key), best_us),
-        "finals": lambda keys, rounds: runner.finals(candidates(keys), rounds),
+        "screen": lambda key, best_us, deadline: runner.screen(registry.parse(*key), best_us, deadline),
+        "finals": lambda keys, rounds, deadline: runner.finals(candidates(keys), rounds, deadline),
         "unload": runner.unload,
     }
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from autodispatch.device import DeviceInfo, cpu_device
 from autodispatch.errors import CompileError
 from autodispatch.problem import Problem
 from autodispatch.reference import Check
-from autodispatch.runner import LocalRunner
-from autodispatch.variants import Executable, Registry, Variant
+from autodispatch.runner import LocalRunner, Outcome
+from autodispatch.variants import Candidate, Executable, Registry, Variant
 from autodispatch.variants.base import Call, Unit, Work
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -170,9 +170,16 @@ def worker_runner(kind: str, index: int) -> tuple[LocalRunner, Registry]:
                 raise RuntimeError("an illegal memory access was encountered")
             return super().check(executable, problem)
 
-    return LocalRunner(Deadly(cpu_device())), Registry(registry_of(*DEADLY, HANGS_LATER))
+    class Ruined(LocalRunner):
+        def finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None = None) -> list[Outcome]:
+            if any(c.variant.name == DIES_IN_THE_FINALS.name for c in candidates):
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return super().finals(candidates, rounds, deadline)
+
+    return Ruined(Deadly(cpu_device())), Registry(registry_of(*DEADLY, HANGS_LATER, DIES_IN_THE_FINALS))
 
 
 DEADLY = [FakeVariant(name, speeds=(i + 10,)) for i, name in enumerate(("segfaults", "exits", "hangs", "ruins"))]
 DEADLY += [FakeVariant("good", speeds=(20,)), FakeVariant("slower", "split", (25,), is_library=True)]
 HANGS_LATER = FakeVariant("hangs later", speeds=(40,))  # than the good ones
+DIES_IN_THE_FINALS = FakeVariant("dies in the finals", speeds=(15,))  # of which it would be the winner

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autodispatch import benchmark
 from autodispatch import tuner as tuner_module
 from autodispatch.benchmark import Timing
 from autodispatch.device import environment
@@ -123,6 +124,28 @@ def test_an_interruption_loses_nothing_that_was_finished(store: TuningStore) -> 
         subject.tune(PROBLEM)
     assert {r.variant for r in store.measurements()} == {"v0", "v1", "v2"}
     assert subject._runner.bench.log[-1] == "unload"  # type: ignore[attr-defined]
+
+
+def test_a_budget_that_ends_is_over_within_a_launch(store: TuningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    launches: list[float] = []
+
+    def launch() -> float:
+        nonlocal now
+        launches.append(now)
+        now += 0.02
+        return 20_000.0
+
+    variants = [FakeVariant(f"v{i}") for i in range(60)]
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: now)
+        decision = tuner(store, *variants, times={v.name: launch for v in variants}).tune(PROBLEM, budget_s=2.0)
+    screened = by_variant(store, "screen")
+    assert 1 < len(screened) < 60
+    assert not decision.complete
+    assert max(launches) <= 2.0
+    assert all(len(r.samples_us) >= benchmark.MIN_SAMPLES for r in screened.values())
+    assert tuner(store, *variants, times={"v7": lambda: 9.0}).tune(PROBLEM).complete
 
 
 def test_a_used_up_budget_decides_between_what_was_measured(store: TuningStore) -> None:
@@ -310,7 +333,7 @@ def test_times_that_change_much_during_the_finals_make_no_complete_decision(
         kind = "cuda"
 
     class Slowing(LocalRunner):
-        def finals(self, candidates: Sequence[Candidate], rounds: int) -> list[Outcome]:
+        def finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None = None) -> list[Outcome]:
             timing = Timing(tuple(10.0 * (1 + 0.015 * i) for i in range(rounds)))
             return [Outcome(Check("ok"), timing) for _ in candidates]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from autodispatch import benchmark
 from autodispatch import tuner as tuner_module
 from autodispatch.benchmark import Trial
 from autodispatch.records import DecisionRecord
@@ -109,7 +110,9 @@ def test_a_problem_is_tuned_when_the_candidates_of_the_effort_were_tried_with_to
 
 def test_a_tuning_under_the_smallest_budget_comes_to_its_end(store: TuningStore) -> None:
     variants = [FakeVariant(f"v{i}", speeds=(i + 10,)) for i in range(4)]
-    assert [tuner(store, *variants).tune(PROBLEM, budget_s=0.0).complete for _ in range(4)] == [False] * 3 + [True]
+    decisions = [tuner(store, *variants).tune(PROBLEM, budget_s=0.0) for _ in range(5)]
+    assert [len(d.finalists) for d in decisions] == [1, 2, 3, 4, 4]  # a candidate each time, and then the finals
+    assert [d.complete for d in decisions] == [False] * 4 + [True]
 
 
 def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
@@ -199,7 +202,10 @@ class Weather:
         return sample
 
 
-def test_tunings_from_nothing_agree_whatever_the_weather() -> None:
+def test_tunings_from_nothing_agree_whatever_the_weather(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as many samples however fast this machine is
+    monkeypatch.setattr(benchmark, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(benchmark, "MIN_SAMPLES", benchmark.MAX_SAMPLES)
     true = {"a": 10.0, "b": 10.04, "c": 10.4, "d": 10.9, "e": 13.0, "f": 24.0}
     picks = []
     for seed in range(20):

@@ -22,10 +22,11 @@ from autodispatch.store import TuningStore
 from autodispatch.tuner import Progress, Tuner
 from autodispatch.variants import Registry
 from autodispatch.worker import WorkerRunner
-from tests.fakes import DEADLY, HANGS_LATER, registry_of
+from tests.fakes import DEADLY, DIES_IN_THE_FINALS, HANGS_LATER, registry_of
 
 PROBLEM = Problem(64, 64, 64, "float32")
 CPU = cpu_device()
+LAST = (DIES_IN_THE_FINALS.name,)
 
 
 @pytest.fixture
@@ -54,6 +55,20 @@ def test_a_crash_a_hang_and_a_ruined_device_cost_the_candidate_alone(runner: Wor
     leader = store.measurement(decision.leader)
     assert leader is not None
     assert leader.variant == "good"
+
+
+def test_a_crash_in_the_finals_costs_the_candidate_alone(runner: WorkerRunner, store: TuningStore) -> None:
+    chosen = Registry({v.name: v for v in (*DEADLY, DIES_IN_THE_FINALS) if v.name in ("good", "slower", *LAST)})
+    decision = Tuner(store, runner, chosen).tune(PROBLEM)
+    assert decision.complete
+    latest = {r.variant: r for r in sorted(store.measurements(), key=lambda r: r.measured_at)}
+    assert {name: r.status for name, r in latest.items()} == {LAST[0]: "crashed", "good": "ok", "slower": "ok"}
+    assert "in the finals" in latest[LAST[0]].reason and "SIGSEGV" in latest[LAST[0]].reason
+    leader = store.measurement(decision.leader)
+    assert leader is not None and leader.variant == "good"
+    tried: list[str] = []
+    Tuner(store, runner, chosen, listener=lambda p: tried.append(f"{p.stage} {p.candidate}")).tune(PROBLEM)
+    assert sum(LAST[0] in step for step in tried) == 1  # as what is known of it
 
 
 def test_a_worker_that_was_killed_from_outside_is_replaced(runner: WorkerRunner, store: TuningStore) -> None:
