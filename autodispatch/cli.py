@@ -55,7 +55,7 @@ from autodispatch.records import MeasurementRecord
 from autodispatch.reference import array_module, compare, decode, make_inputs, reference
 from autodispatch.runner import LocalRunner, Runner
 from autodispatch.store import TuningStore
-from autodispatch.tuner import Tuner, missed_problems
+from autodispatch.tuner import Tuner
 from autodispatch.variants import Registry
 from autodispatch.worker import runner_for
 
@@ -170,7 +170,7 @@ def tune(
     if misses:
         if shape or shapes_file or ms or hf_config:
             raise typer.BadParameter("the shapes are those that were missed", param_hint="--misses")
-        problems = list(dict.fromkeys(p for d in every for p in missed_problems(store, d)))
+        problems = list(dict.fromkeys(p for d in every for p in store.missed_problems(d.key)))
     else:
         problems = problems_of(
             chosen, shape, shapes_file, ms, n, k, hf_config, dtype, layout, activation, math, precision, alignment

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from autodispatch.benchmark import FINAL_MARGIN, MAX_FINALISTS, MIN_FINALISTS, Timing
+from autodispatch.variants import Candidate
 
 TIE = 0.01  # a difference that is none, however sure
 WORTH_LEAVING = 0.02  # a gain for which the default is left
@@ -95,3 +98,17 @@ def _median_interval(count: int) -> tuple[int, int]:
             break
         tail, low = more, low + 1
     return low, count - 1 - low
+
+
+def finalists(timings: Mapping[Candidate, Timing], always: Sequence[Candidate | None] = ()) -> list[Candidate]:
+    """Of those that were screened, the ones to play: those near the best, and the best few in any case, since the card
+    may have throttled between two screenings; the best of each path, and those that are always there."""
+    ordered = sorted(timings, key=lambda c: timings[c].median)
+    best = timings[ordered[0]]
+    limit = best.median + max(FINAL_MARGIN * best.median, 3 * best.mad)
+    near = sum(timings[c].median <= limit for c in ordered)
+    chosen = ordered[: min(max(near, MIN_FINALISTS), MAX_FINALISTS)]
+    for path in sorted({c.variant.path for c in timings}):
+        chosen.append(next(c for c in ordered if c.variant.path == path))
+    chosen += [c for c in ordered if c in always]
+    return list(dict.fromkeys(chosen))

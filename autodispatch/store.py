@@ -209,6 +209,12 @@ class TuningStore(TuningDatabase):
         """Problems that were asked for and not found, most wanted first."""
         return self._run(lambda db: list(db.query("SELECT * FROM misses ORDER BY count DESC, device_key, n, k, m")))
 
+    def missed_problems(self, device_key: str) -> list[Problem]:
+        """What calls on a device asked for and did not find, and nobody has tuned since; most wanted first."""
+        rows = [r for r in self.misses() if r["device_key"] == device_key]
+        problems = [Problem(**{f: r[f] for f in PROBLEM_FIELDS}) for r in rows]
+        return [p for p in problems if self.decision(device_key, p) is None]
+
     def counts(self) -> dict[str, int]:
         """How many rows each table holds."""
         tables = (*TABLES.values(), "misses")

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 from autodispatch import benchmark, heuristics
 from autodispatch.benchmark import Timing
-from autodispatch.decision import STEADY, Finalist, decide, drift
+from autodispatch.decision import STEADY, Finalist, decide, drift, finalists
 from autodispatch.device import DeviceInfo, environment
 from autodispatch.errors import AutodispatchError, UnsupportedProblemError
 from autodispatch.locks import timing_on
 from autodispatch.problem import Problem
 from autodispatch.records import (
-    PROBLEM_FIELDS,
     PROTOCOL_VERSION,
     DecisionRecord,
     DeviceRecord,
@@ -177,7 +176,7 @@ class Tuner:
         default = self.default(problem)
         always = (incumbent, default, self._registry.library(problem, self._device))
         try:
-            return self._finals(problem, self._finalists(good, always), incumbent, default, complete, deadline)
+            return self._finals(problem, _finalists(good, always), incumbent, default, complete, deadline)
         except MemoryError as cause:
             raise AutodispatchError(f"the finals of {problem} must fit into memory ({cause})") from cause
 
@@ -275,7 +274,7 @@ class Tuner:
         for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
             end = None  # one at least comes to its end, each time
             if deadline is not None and len(results) > len(known) and any(r.timing for r in results):
-                end = deadline - self._round_s(problem, results)
+                end = deadline - _round_s(results)
             outcome = None
             if not benchmark.is_over(end):
                 self._listener(Progress(problem, "screen", i, len(candidates), candidate))
@@ -290,12 +289,6 @@ class Tuner:
             results.append(result)
             self._listener(Progress(problem, "screen", i + 1, len(candidates), candidate, result.record))
         return results
-
-    def _round_s(self, problem: Problem, results: list[Result]) -> float:
-        """About how long one round of the finals takes."""
-        good = [r for r in results if r.timing is not None]
-        launches = (r.timing.median / 1e6 for r in self._finalists(good, ()) if r.timing is not None)
-        return sum(max(benchmark.UNIT_S, t) for t in launches)
 
     def _result(self, problem: Problem, candidate: Candidate, outcome: Outcome, stage: str) -> Result:
         """Stores a measurement and returns the result with it."""
@@ -328,25 +321,6 @@ class Tuner:
         )
         self._store.add_measurement(record)
         return Result(candidate, check, timing, record)
-
-    def _finalists(self, good: list[Result], always: Sequence[Candidate | None]) -> list[Result]:
-        """Those near the best, and the best few in any case, since the card may have throttled between two screenings;
-        the best of each path, and those that are always there."""
-
-        def median(result: Result) -> float:
-            assert result.timing is not None
-            return result.timing.median
-
-        ordered = sorted(good, key=median)
-        best = ordered[0]
-        assert best.timing is not None
-        limit = best.timing.median + max(benchmark.FINAL_MARGIN * best.timing.median, 3 * best.timing.mad)
-        near = sum(median(r) <= limit for r in ordered)
-        finalists = ordered[: min(max(near, benchmark.MIN_FINALISTS), benchmark.MAX_FINALISTS)]
-        for path in sorted({r.candidate.variant.path for r in good}):
-            finalists.append(next(r for r in ordered if r.candidate.variant.path == path))
-        finalists += [r for r in ordered if r.candidate in always]
-        return list({r.candidate: r for r in finalists}.values())
 
     def _incumbent(self, problem: Problem) -> Candidate | None:
         """The candidate that an earlier tuning decided on, if it can still serve."""
@@ -434,8 +408,13 @@ class Tuner:
         return self._session
 
 
-def missed_problems(store: TuningStore, device: DeviceInfo) -> list[Problem]:
-    """What calls on a device asked for and did not find, and nobody has tuned since; most wanted first."""
-    rows = [r for r in store.misses() if r["device_key"] == device.key]
-    problems = [Problem(**{f: r[f] for f in PROBLEM_FIELDS}) for r in rows]
-    return [p for p in problems if store.decision(device.key, p) is None]
+def _finalists(good: Sequence[Result], always: Sequence[Candidate | None] = ()) -> list[Result]:
+    results = {r.candidate: r for r in good}
+    chosen = finalists({c: r.timing for c, r in results.items() if r.timing is not None}, always)
+    return [results[c] for c in chosen]
+
+
+def _round_s(results: Sequence[Result]) -> float:
+    """About how long one round of the finals takes."""
+    timings = (r.timing for r in _finalists([r for r in results if r.timing is not None]))
+    return sum(max(benchmark.UNIT_S, t.median / 1e6) for t in timings if t is not None)
