@@ -88,20 +88,27 @@ def mig_profile(name: str) -> str:
 def cuda_device(index: int) -> DeviceInfo:
     """The CUDA device of this index, as CUDA itself reports it. Raises DeviceError, also in a process that was forked
     from one that used CUDA."""
-    if _is_forked:
-        raise DeviceError(
-            "CUDA must be started after a fork (got a process that was forked from one that had used it); start "
-            "processes with multiprocessing's method 'spawn' or 'forkserver'"
-        )
+    _refuse_after_fork()
     return _cuda_device(index)
 
 
-_is_forked = False
+_is_forked = False  # from a process that used CUDA through this package
+_is_child = False  # of a process that may have used it otherwise
+_NOT_INITIALIZED = 3  # cudaErrorInitializationError, of which a child of such a process hears at every call
 
 
 def _after_fork() -> None:
-    global _is_forked
-    _is_forked = _is_forked or _cuda_device.cache_info().currsize > 0
+    global _is_forked, _is_child
+    _is_forked, _is_child = _is_forked or _cuda_device.cache_info().currsize > 0, True
+
+
+def _refuse_after_fork(cause: Exception | None = None) -> None:
+    """Raises DeviceError if this process was forked from one that used CUDA, as is known or told by a call's error."""
+    if _is_forked or (_is_child and getattr(cause, "status", None) == _NOT_INITIALIZED):
+        raise DeviceError(
+            "CUDA must be started after a fork (got a process that was forked from one that had used it); start "
+            "processes with multiprocessing's method 'spawn' or 'forkserver'"
+        ) from cause
 
 
 if hasattr(os, "register_at_fork"):
@@ -116,6 +123,7 @@ def _cuda_device(index: int) -> DeviceInfo:
         attributes = cupy.cuda.Device(index).attributes
         nvrtc = cupy.cuda.nvrtc.getVersion()
     except Exception as cause:
+        _refuse_after_fork(cause)
         raise DeviceError(f"CUDA device {index} must be usable (got {type(cause).__name__}: {cause})") from cause
     return from_cuda(index, properties, attributes, nvrtc)
 
@@ -164,10 +172,13 @@ def usable_cores() -> int:
 
 
 def cuda_count() -> int:
-    """How many CUDA devices can be used; 0 also where CuPy or the driver is missing or broken."""
+    """How many CUDA devices can be used; 0 also where CuPy or the driver is missing or broken. Raises DeviceError in a
+    process that was forked from one that used CUDA."""
+    _refuse_after_fork()
     try:
         return int(import_cupy().cuda.runtime.getDeviceCount())
     except Exception as cause:
+        _refuse_after_fork(cause)
         _log.debug("no CUDA device: %s", cause)
         return 0
 
@@ -181,7 +192,7 @@ def cuda_devices() -> list[DeviceInfo]:
 
 
 def default_device() -> DeviceInfo:
-    """The current CUDA device, or the CPU where there is none."""
+    """The current CUDA device, or the CPU where there is none. Raises DeviceError as `cuda_count` does."""
     if cuda_count() == 0:
         return cpu_device()
     return cuda_device(int(import_cupy().cuda.runtime.getDevice()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,7 @@ from autodispatch import heuristics
 from autodispatch.device import DeviceInfo, environment
 from autodispatch.errors import StoreError
 from autodispatch.layers import Layers
-from autodispatch.problem import Problem, log2_distance
+from autodispatch.problem import ITEM_BYTES, Problem, log2_distance
 from autodispatch.records import (
     PROTOCOL_VERSION,
     DecisionRecord,
@@ -25,6 +26,7 @@ from autodispatch.variants import Candidate, Registry
 from autodispatch.variants.base import SPLIT
 
 _NEAR_PEAK = 0.6  # of what the device can do at most
+_CLEARLY = 1.05
 _ENOUGH = 3  # tuned m to say from what is to be expected
 
 # a record serves whatever these are, but its times may not hold
@@ -42,24 +44,33 @@ class Difference(NamedTuple):
 class Use(NamedTuple):
     """How a candidate uses the device, by its measured time, or the model's where none was measured.
 
-    `blocks` are per SM; bytes are the fewest that must cross global memory, c1 and c2 of a split candidate included;
-    `memory` and `arithmetic` are shares of the device's peaks, 0 where these are not known.
+    `blocks` are per SM, and fill the places for them `waves` times; bytes are the fewest that must cross global memory,
+    `crossing` those of c1 and c2 of a split candidate, out and back; `memory` and `arithmetic` are shares of the
+    device's peaks, 0 where these are not known.
     """
 
     candidate: Candidate
     path: str
     time_us: float
+    launches: int
     blocks: float
+    waves: float
     nbytes: int
+    crossing: int
     memory: float
     arithmetic: float
 
     def __str__(self) -> str:
         shares = f", {self.memory:.0%} of the memory's bandwidth, {self.arithmetic:.0%} of the arithmetic peak"
         return (
-            f"{self.candidate.variant.name}: {self.time_us:.1f} us, {self.blocks:.2f} blocks per SM, "
-            f"{self.nbytes / 1e6:.1f} MB to move{shares if self.memory else ''}"
+            f"{self.candidate.variant.name}: {self.time_us:.1f} us, {self.blocks:.2f} blocks per SM in "
+            f"{self.waves:.2f} waves, {self.nbytes / 1e6:.1f} MB to move{shares if self.memory else ''}"
         )
+
+    @property
+    def idle(self) -> float:
+        """The share of its waves' places that no block takes."""
+        return 1.0 - self.waves / math.ceil(self.waves) if self.waves else 0.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Explanation:
         expected_regret: by how much the same rule would have missed the best at the other m that were tuned for these
             n and k, in the median (0.01 is 1 %); 0 where this m was tuned, None where under four fifths of these picks
             were measured, or fewer than three.
-        uses: how the pick uses the device, and how the best of the other path would.
+        uses: how the pick uses the device, and how the best of the other path would; `why` compares them.
     """
 
     selection: Selection
@@ -105,7 +116,7 @@ class Explanation:
         split = next((u for u in self.uses if u.path == SPLIT), None)
         if split is None or not split.memory:
             return ""
-        saved = _crossing(self.selection.problem)
+        saved = split.crossing
         share = saved / split.nbytes * split.memory
         bound = "memory" if split.memory > split.arithmetic else "arithmetic"
         near = "near its peak" if max(split.memory, split.arithmetic) > _NEAR_PEAK else "though far from its peak"
@@ -113,6 +124,22 @@ class Explanation:
             f"the split path is bound by {bound} here, {near}; fusing saves {saved / 1e6:.1f} of its "
             f"{split.nbytes / 1e6:.1f} MB, at the memory's peak {share:.0%} of its time"
         )
+
+    @property
+    def why(self) -> str:
+        """What the best of the other path does more, or leaves empty, if it takes longer; empty if it does not."""
+        if len(self.uses) < 2 or self.uses[1].time_us <= self.uses[0].time_us:
+            return ""
+        pick, other = self.uses[:2]
+        found = []
+        if other.nbytes > _CLEARLY * pick.nbytes:
+            found.append(f"moves {other.nbytes / pick.nbytes:.2f} times the bytes")
+        if other.launches > pick.launches:
+            found.append(f"takes {other.launches} launches instead of {pick.launches}")
+        if other.idle > pick.idle + _CLEARLY - 1.0:
+            found.append(f"leaves {other.idle:.0%} of its waves' places empty (the pick {pick.idle:.0%})")
+        reasons = ", ".join(found) or "does the same work in as many bytes and launches, only more slowly"
+        return f"{other.candidate.variant.name} takes {other.time_us / pick.time_us:.2f} times as long: it {reasons}"
 
     @property
     def gain(self) -> float | None:
@@ -126,7 +153,8 @@ class Explanation:
         s = self.selection
         lines = [f"{s.problem} on {s.device.name}", f"  {s.candidate}", f"  {s.origin.value}: {s.reason}"]
         if s.layer:
-            lines.append(f"  from: {s.layer}")
+            away = f", {self.distance:.2f} doublings of m away" if self.distance else ""
+            lines.append(f"  from: {s.layer}{away}")
         if self.gain is not None and self.other_path is not None:
             lines.append(f"  {self.gain:.2f}x the best of the other path ({self.other_path.variant})")
         if self.runner_up is not None and self.runner_up.median_us:
@@ -135,7 +163,7 @@ class Explanation:
         if self.expected_regret is not None and s.origin is not Origin.TUNED:
             lines.append(f"  expected regret: {self.expected_regret:.1%}, by the other m that were tuned")
         lines += [f"  {use}" for use in self.uses]
-        lines += [f"  {self.verdict}"] if self.verdict else []
+        lines += [f"  {text}" for text in (self.why, self.verdict) if text]
         lines += [f"  measured with {d.field} {d.recorded}, here {d.here}" for d in self.differences]
         lines += [f"  copied first: {name}, since {why}" for name, why in self.copied]
         return "\n".join(lines)
@@ -177,9 +205,12 @@ def _finalists(store: TuningStore, decision: DecisionRecord) -> list[Measurement
     return sorted((r for r in found if r is not None), key=lambda r: r.median_us or 0.0)
 
 
-def _crossing(problem: Problem) -> int:
-    """Bytes that c1 and c2 take out to memory and back, in fp32."""
-    return 2 * 2 * 4 * problem.m * problem.n
+def _crossing(candidate: Candidate, problem: Problem) -> int:
+    """Bytes that c1 and c2 of a split candidate take out to memory and back, as often as k is shared out."""
+    if candidate.variant.path != SPLIT:
+        return 0
+    item = ITEM_BYTES[getattr(candidate.config, "intermediate", "float32")]
+    return 2 * 2 * item * getattr(candidate.config, "split_k", 1) * problem.m * problem.n
 
 
 def _uses(selection: Selection, other: MeasurementRecord | None, registry: Registry) -> tuple[Use, ...]:
@@ -198,11 +229,13 @@ def _uses(selection: Selection, other: MeasurementRecord | None, registry: Regis
     for candidate, median_us in pairs:
         at = problem if median_us is None else replace(problem, m=m)
         seconds = heuristics.predict(candidate, at, device).total if median_us is None else median_us / 1e6
-        nbytes = at.bytes_moved + (_crossing(at) if candidate.variant.path == SPLIT else 0)
+        crossing = _crossing(candidate, at)
+        nbytes = at.bytes_moved + crossing
         flops, bandwidth = heuristics.peaks(at, device)
         shares = (nbytes / seconds / bandwidth, at.flops / seconds / flops) if flops and bandwidth else (0.0, 0.0)
-        blocks = candidate.variant.work(candidate.config, at).blocks / max(device.sm_count, 1)
-        found.append(Use(candidate, candidate.variant.path, seconds * 1e6, blocks, nbytes, *shares))
+        work = candidate.variant.work(candidate.config, at)
+        grid = (work.launches, work.blocks / max(device.sm_count, 1), heuristics.waves(work, device))
+        found.append(Use(candidate, candidate.variant.path, seconds * 1e6, *grid, nbytes, crossing, *shares))
     return tuple(found)
 
 

@@ -200,6 +200,11 @@ def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) 
     return sorted(candidates, key=lambda c: (predict(c, problem, device).total, c.key))
 
 
+def waves(work: Work, device: DeviceInfo) -> float:
+    """How many times a kernel's blocks fill all places that the SMs have for them, by its registers as far as known."""
+    return work.blocks / (max(device.sm_count, 1) * _blocks_per_sm(work, device))
+
+
 def _blocks_per_sm(work: Work, device: DeviceInfo) -> int:
     by_threads = device.threads_per_sm // work.threads
     by_shared = device.shared_bytes_per_sm // (work.shared_bytes + 1024)

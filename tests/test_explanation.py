@@ -9,15 +9,15 @@ import pytest
 
 from autodispatch import explanation as module
 from autodispatch.device import DeviceInfo
-from autodispatch.explanation import explain
+from autodispatch.explanation import Use, explain
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
 from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
-from autodispatch.variants import Registry
-from tests.fakes import H200, FakeVariant, FakeWorkbench, like, registry_of
+from autodispatch.variants import VARIANTS, Candidate, Registry
+from tests.fakes import A100, H200, FakeConfig, FakeVariant, FakeWorkbench, like, registry_of
 
 PROBLEM = Problem(64, 128, 256, "float16")
 VERSIONS = {
@@ -93,7 +93,42 @@ def test_an_explanation_tells_how_both_paths_use_the_device(explained: Any) -> N
     assert pick.memory == pytest.approx(pick.nbytes / (pick.time_us * 1e-6) / H200.bandwidth)
     assert found.ties and found.runner_up is found.alternatives[0]
     text = str(found)
-    assert "runner-up: " in text and "blocks per SM" in text and "the split path is bound by " in text
+    assert "runner-up: " in text and "blocks per SM in" in text and "the split path is bound by " in text
+    assert "doublings" not in text
+
+
+def use(path: str, time_us: float, launches: int, waves: float, nbytes: int) -> Use:
+    candidate = Candidate(FakeVariant(f"{path} fake", path), FakeConfig(10))
+    return Use(candidate, path, time_us, launches, 1.0, waves, nbytes, 0, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (
+            use("split", 20.0, 2, 0.9, 250),
+            "2.00 times as long: it moves 2.50 times the bytes, takes 2 launches",
+        ),
+        (use("split", 15.0, 1, 1.2, 100), "it leaves 40% of its waves' places empty (the pick 10%)"),
+        (use("split", 11.0, 1, 0.9, 100), "only more slowly"),
+        (use("split", 9.0, 2, 1.2, 250), ""),
+    ],
+)
+def test_what_the_other_path_lost_by_is_told(explained: Any, other: Use, why: str) -> None:
+    found = replace(explained(), uses=(use("fused", 10.0, 1, 0.9, 100), other))
+    assert why in found.why and bool(found.why) == bool(why)
+    assert not why or found.why in str(found)
+
+
+@pytest.mark.parametrize(("intermediate", "nbytes"), [("float32", 16), ("bfloat16", 8)])
+def test_what_crosses_memory_is_counted_as_it_is_stored(intermediate: str, nbytes: int) -> None:
+    problem = Problem(4096, 8960, 1536, "bfloat16", math="fast")
+    variant = VARIANTS["split_mma"]
+    config = next(c for c in variant.space.legal(problem, A100) if (c.intermediate, c.split_k) == (intermediate, 1))
+    found = explain(problem, A100, Registry(), None, Candidate(variant, config))
+    assert found.uses[0].crossing == nbytes * problem.m * problem.n
+    assert f"fusing saves {nbytes * problem.m * problem.n / 1e6:.1f} of its" in found.verdict
+    assert found.uses[0].waves > 0
 
 
 def test_where_nothing_was_measured_the_model_speaks_for_both_paths(explained: Any, store: TuningStore) -> None:
@@ -117,4 +152,4 @@ def test_the_expected_regret_comes_from_the_other_m_that_were_tuned(
     found = explain(replace(PROBLEM, m=100), H200, registry, Layers([("user", store)]))
     assert found.selection.origin is Origin.BUCKET and found.distance == pytest.approx(0.356, abs=1e-3)
     assert found.expected_regret is not None and 0 <= found.expected_regret < 1
-    assert "expected regret" in str(found)
+    assert "expected regret" in str(found) and "0.36 doublings of m away" in str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -303,6 +305,34 @@ def test_a_process_forked_from_one_that_used_cuda_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(device, "_is_forked", True)
     with pytest.raises(DeviceError, match="'spawn'"):
         device.cuda_device(0)
+    with pytest.raises(DeviceError, match="'spawn'"):
+        device.default_device()  # and not the CPU, silently
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_child_of_a_process_that_used_cuda_otherwise_says_so_too(
+    monkeypatch: pytest.MonkeyPatch, is_child: bool
+) -> None:
+    from autodispatch import device
+    from autodispatch.errors import DeviceError
+
+    class NotInitializedError(RuntimeError):
+        status = 3
+
+    def call(*_: int) -> None:
+        raise NotInitializedError("cudaErrorInitializationError: initialization error")
+
+    runtime = SimpleNamespace(getDeviceCount=call, getDeviceProperties=call)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(device, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(device, "_is_child", is_child)
+    for use in (device.default_device, lambda: device.cuda_device(7)):
+        with (
+            contextlib.nullcontext()
+            if use is device.default_device and not is_child
+            else pytest.raises(DeviceError, match="'spawn'" if is_child else "must be usable")
+        ):
+            assert use() == CPU
 
 
 def test_one_line_per_new_key_is_logged_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
