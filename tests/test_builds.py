@@ -33,13 +33,16 @@ def specs(name: str, device: DeviceInfo, *, all_forms: bool, every: bool = False
     for i, (dtype, layout) in enumerate(FORMS):
         # bfloat16 may have its intermediates rounded; with the exact forms of the others all of them are built
         problem = replace(BASE, dtype=dtype, layout=layout, math="fast" if dtype == "bfloat16" else "exact")
-        some = (replace(problem, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, BASE.m))
+        some = [replace(problem, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, BASE.m)]
+        some.append(replace(problem, m=64, n=256))  # so narrow that blocks share k
         built = (variant.spec(c.config, problem) for p in some for c in variant.candidates(p, device))  # type: ignore[attr-defined]
         instances = list(dict.fromkeys(built))
         usable = [f for f in FORMS if not variant.unmet(replace(BASE, m=1, dtype=f[0], layout=f[1]), device)]
         found += [s for j, s in enumerate(instances) if all_forms or usable[j % len(usable)] == FORMS[i]]
     found = list(dict.fromkeys(found))
-    return found if every else found[:: SHARES.get(device.compute_capability, 8)]
+    share = SHARES.get(device.compute_capability, 8)
+    shared_k = [s for s in found if dict(s.values).get("ClusterK", 1) > 1]
+    return found if every else list(dict.fromkeys((*found[::share], *shared_k[::2])))
 
 
 def assert_builds_cleanly(all_specs: list[KernelSpec], device: DeviceInfo) -> None:
@@ -50,7 +53,8 @@ def assert_builds_cleanly(all_specs: list[KernelSpec], device: DeviceInfo) -> No
             assert build.cubin.startswith(b"\x7fELF"), spec.expression
             assert build.resources.spill_bytes == 0, spec.expression
             assert 0 < build.resources.registers <= 255, spec.expression
-            assert "warning" not in build.log.lower(), f"{spec.expression}: {build.log}"
+            # C75xx: ptxas had to serialise wgmma
+            assert not re.search(r"warning|\(C75\d\d\)", build.log, re.IGNORECASE), f"{spec.expression}: {build.log}"
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
@@ -107,10 +111,14 @@ def test_the_kernels_that_wait_are_known() -> None:
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 @pytest.mark.parametrize("name", WAITING)
 def test_a_kernel_that_waits_touches_nothing_before_and_reads_nothing_as_constant(name: str, layout: str) -> None:
-    for dtype in ("bfloat16", "float32") if name == "fused_gemv" else ("float16",):
-        problem = Problem(1, 4096, 4096, dtype, layout)
-        candidate = VARIANTS[name].candidate(problem, H200)
-        assert candidate is not None
+    problems = [Problem(1, 4096, 4096, "bfloat16", layout)]
+    if name == "fused_gemv":
+        problems.append(Problem(1, 4096, 4096, "float32", layout))
+    if name == "fused_decode":
+        problems.append(Problem(64, 256, 4096, "bfloat16", layout))  # for kn in clusters
+    for problem in problems:
+        candidates = VARIANTS[name].candidates(problem, H200)
+        candidate = max(candidates, key=lambda c: getattr(c.config, "cluster_k", 1))
         spec = VARIANTS[name].spec(candidate.config, problem)
         ptx = build_without_gpu(spec, (9, 0)).ptx
         assert ptx.count("griddepcontrol.wait;") == 1
