@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,3 +221,43 @@ def test_tunings_from_nothing_agree_whatever_the_weather(monkeypatch: pytest.Mon
     regrets = [true[name] / true["a"] - 1 for name in picks]
     assert flips == 0, picks
     assert max(regrets) < 0.02, picks
+
+
+TUNES = """
+import sys
+from pathlib import Path
+from autodispatch.benchmark import CpuWorkbench
+from autodispatch.device import cpu_device
+from autodispatch.problem import Problem
+from autodispatch.runner import LocalRunner
+from autodispatch.store import TuningStore
+from autodispatch.tuner import Tuner
+
+def tell(step):
+    if step.record is not None and not step.is_hit:
+        print(step.record.id, flush=True)
+
+tuner = Tuner(TuningStore(Path(sys.argv[1])), LocalRunner(CpuWorkbench(cpu_device())), listener=tell)
+for m in range(int(sys.argv[2]), 10_000):
+    tuner.tune(Problem(m, 32, 16, "float32"), effort="full")
+"""
+
+
+def test_a_tuning_that_is_killed_at_any_moment_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    finished: set[str] = set()
+    for turn in range(4):
+        command = [sys.executable, "-c", TUNES, str(tmp_path / "t.db"), str(1 + turn)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(rng.randrange(2, 12)):
+                finished.add(process.stdout.readline().strip())
+            time.sleep(rng.uniform(0.0, 0.2))
+            process.kill()
+            told, _, _ = process.communicate()[0].rpartition("\n")  # what it told before it was killed
+            finished.update(told.split())
+        store = TuningStore(tmp_path / "t.db")
+        assert store.write(lambda db: db.execute("PRAGMA integrity_check").fetchall()) == [("ok",)]
+        assert finished <= {r.id for r in store.measurements()}
+        store.close()
+    assert "" not in finished and len(finished) > 8
