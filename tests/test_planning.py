@@ -30,7 +30,7 @@ from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
-from autodispatch.variants import VARIANTS
+from autodispatch.variants import VARIANTS, Candidate
 from tests import stored
 
 CPU = cpu_device()
@@ -247,7 +247,58 @@ def test_warmup_makes_the_first_call_a_later_one(tmp_path: Path, monkeypatch: py
     d.close()
 
 
-def test_counters_tell_copies_and_fallbacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_a_tuning_within_a_call_makes_the_effort_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
+) -> None:
+    made: list[str] = []
+    whole = Tuner.tune
+
+    def spied(self: Tuner, problem: Problem, **options: Any) -> Any:
+        made.append(options["effort"])
+        return whole(self, problem, **options)
+
+    monkeypatch.setattr(Tuner, "tune", spied)
+    variables = {"DB": str(tmp_path / "t.db"), "MODE": "tune", "EFFORT": effort}
+    d = Dispatcher(Settings.from_environment({f"AUTODISPATCH_{k}": v for k, v in variables.items()}))
+    d.run(*ARGUMENTS)
+    d.close()
+    assert made == [effort]
+
+
+def test_what_a_read_only_database_of_the_settings_holds_is_served_and_not_written(tmp_path: Path) -> None:
+    tune(tmp_path / "other.db")
+    before = (tmp_path / "other.db").read_bytes()
+    variables = {"DB": str(tmp_path / "t.db"), "DB_PATH": str(tmp_path / "other.db"), "RECORD_MISSES": "1"}
+    d = Dispatcher(Settings.from_environment({f"AUTODISPATCH_{k}": v for k, v in variables.items()}))
+    d.run(*ARGUMENTS)
+    found = d.explain(*ARGUMENTS).selection
+    d.run(ARGUMENTS[0][:3], *ARGUMENTS[1:])
+    d.close()
+    assert (found.origin, found.layer) == (Origin.TUNED, str(tmp_path / "other.db"))
+    assert (tmp_path / "other.db").read_bytes() == before
+    assert TuningStore(tmp_path / "t.db").misses()[0]["m"] == 3
+
+
+def test_compiles_count_the_kernels_that_a_first_call_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = 0
+    whole = Candidate.executable
+
+    def building(self: Candidate, *arguments: Any) -> Any:
+        nonlocal kernels
+        kernels += 2
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(planning, "number_of_kernels", lambda: kernels)
+    monkeypatch.setattr(Candidate, "executable", building)
+    d = Dispatcher(Settings(tmp_path / "t.db"))
+    for _ in range(3):
+        d.run(*ARGUMENTS)
+    assert d.counters().compiles == 2
+    d.close()
+
+
+def test_counters_tell_copies_misses_and_calls(tmp_path: Path) -> None:
     d = Dispatcher(Settings(tmp_path / "t.db"))
     a, b1, b2 = ARGUMENTS
     for _ in range(3):
