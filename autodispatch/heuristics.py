@@ -52,7 +52,7 @@ _FEW_STAGES_COST, _FEW_SMALL_STAGES_COST = 1.15, 1.06  # of fewer than four
 _QUEUE_S = 2.2e-6  # of global memory: for the bytes under way that (k, n) weights and tiles of few rows want
 _SHORT_QUEUE_COST = 0.45  # of a queue that is empty, relative to the time at memory's pace
 _LONG_QUEUE_COST = 600.0  # of one twice as long as wanted, likewise, over k: it is paid once, however long k is
-_FEW_ROWS_KN_PACE, _FEW_ROWS_KN_START_S = 0.95, 1e-6  # of global memory's time, and off the fixed part, in such tiles
+_FEW_ROWS_KN_PACE, _FEW_ROWS_KN_START_S = 0.95, 1e-6  # of memory's time, and off the fixed part, for (k, n), few rows
 _ONE_WAVE_S = 1e-6  # small tiles of which no SM has a second whose loads could overlap with the first one's store
 
 
@@ -162,7 +162,8 @@ def _predict_wgmma(
 
 
 def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: float) -> float:
-    """What too few bytes under way cost a kernel of small tiles, and with (k, n) weights and few rows also too many."""
+    """The factor on memory's time for the bytes that a kernel of small tiles has under way: too few cost, and with
+    (k, n) weights and few rows too many do."""
     if not _is_few_rows_kn(work, problem):
         return _FEW_SMALL_STAGES_COST if work.stages < 4 else 1.0
     columns = work.products * (work.loaded_n or work.tile_n)
