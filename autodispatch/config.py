@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -68,6 +69,13 @@ class ConfigSpace:
         """The combinations that meet every restriction."""
         others = [r.holds for r in self.restrictions if not r.is_fixed]
         return (c for c in self._sound if all(holds(c, problem, device) for holds in others))
+
+    def refused(self, problem: Problem, device: DeviceInfo) -> Counter[str]:
+        """How many combinations are not legal here, though by themselves they are sound, by the message of the first
+        restriction that each does not meet."""
+        others = [r for r in self.restrictions if not r.is_fixed]
+        unmet = (next((r.message for r in others if not r.holds(c, problem, device)), "") for c in self._sound)
+        return Counter(message for message in unmet if message)
 
     def violations(self, config: Config, problem: Problem, device: DeviceInfo) -> list[str]:
         """The messages of the restrictions that the config does not meet; empty if it is legal."""

@@ -90,9 +90,12 @@ def _median_of(results: Sequence[Result], variant: str | None) -> float | None:
 
 
 def plan(problem: Problem, chosen: Sequence[Candidate], registry: Registry, device: DeviceInfo) -> dict[str, Any]:
-    """What a tuning would try, by the cost model's order, how much it leaves out, and why variants cannot serve."""
-    legal = Counter(c.variant.name for c in registry.candidates(problem, device))
-    tried = Counter(c.variant.name for c in chosen)
+    """What a tuning would try, by the cost model's order, how much it leaves out and why, and why variants, or some of
+    their configs, cannot serve."""
+    tiles = {c.tile for c in chosen}
+    left = [c for c in registry.candidates(problem, device) if c not in set(chosen)]
+    known = {n: (v, v.unmet(problem, device)) for n, v in registry.variants.items() if v.kind == device.kind}
+    refused = {n: v.space.refused(problem, device) for n, (v, unmet) in known.items() if not unmet}
     return {
         "problem": str(problem),
         "candidates": [
@@ -103,20 +106,26 @@ def plan(problem: Problem, chosen: Sequence[Candidate], registry: Registry, devi
             }
             for c in chosen
         ],
-        "slower_by_the_model": {n: legal[n] - tried[n] for n in legal if legal[n] > tried[n]},
-        "cannot_serve": {
-            n: unmet
-            for n, v in registry.variants.items()
-            if v.kind == device.kind and (unmet := v.unmet(problem, device))
-        },
+        "slower_by_the_model": dict(Counter(c.variant.name for c in left if c.tile not in tiles)),
+        "of_tiles_that_are_tried": dict(Counter(c.variant.name for c in left if c.tile in tiles)),
+        "not_legal": {n: dict(counts.most_common()) for n, counts in refused.items() if counts},
+        "cannot_serve": {n: unmet for n, (_, unmet) in known.items() if unmet},
     }
 
 
 def plan_table(content: dict[str, Any]) -> Table:
-    left_out = ", ".join(f"{count} of {n}" for n, count in content["slower_by_the_model"].items())
-    refused = "; ".join(f"{n} needs {', '.join(why)}" for n, why in content["cannot_serve"].items())
-    notes = [f"slower by the model: {left_out}" if left_out else "", f"cannot serve: {refused}" if refused else ""]
-    caption = escape("\n".join(n for n in notes if n))
+    def counts(found: dict[str, int]) -> str:
+        return ", ".join(f"{count} of {n}" for n, count in found.items())
+
+    reasons = {
+        "slower by the model": counts(content["slower_by_the_model"]),
+        "more of tiles that are tried": counts(content["of_tiles_that_are_tried"]),
+        "cannot serve": "; ".join(f"{n} needs {', '.join(why)}" for n, why in content["cannot_serve"].items()),
+    }
+    notes = [f"{reason}: {what}" for reason, what in reasons.items() if what]
+    for name, found in content["not_legal"].items():
+        notes.append(f"{name} needs " + ", ".join(f"{message} ({count} do not)" for message, count in found.items()))
+    caption = escape("\n".join(notes))
     table = Table(title=content["problem"], caption=caption, title_justify="left", caption_justify="left")
     table.add_column("candidate")
     table.add_column("predicted us", justify="right")

@@ -247,9 +247,7 @@ class Tuner:
         kept = set(defaults)
         chosen: Counter[tuple[object, ...]] = Counter()
         for candidate in ranked:
-            path = (candidate.variant.path,)
-            tunables = vars(candidate.config)
-            tile = (candidate.variant.name, tunables.get("tile_m"), tunables.get("tile_n", candidate.config))
+            path, tile = (candidate.variant.path,), candidate.tile
             if chosen[path] < _QUICK_PER_PATH and chosen[tile] < _QUICK_PER_TILE:
                 chosen.update((path, tile))
                 kept.add(candidate)

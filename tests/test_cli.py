@@ -17,10 +17,15 @@ from autodispatch.benchmark import FINAL_ROUNDS
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
 from autodispatch.problem import Problem
+from autodispatch.report import plan, plan_table
+from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.shapes import LADDER, from_hf_config, parse_shape, parse_sizes, problems
 from autodispatch.store import TuningStore
+from autodispatch.tuner import Tuner
+from autodispatch.variants import VARIANTS, Registry
+from tests.fakes import H200, FakeWorkbench
 
 RUNNER = CliRunner()
 CPU = ["--device", "cpu"]
@@ -349,7 +354,27 @@ def test_a_dry_run_lists_what_would_be_tried_and_measures_nothing(tmp_path: Path
     assert "predicted us" in result.output
     (plan,) = json.loads(run("tune", "64,4096,4096", *CPU, "--dry-run", "--json").stdout)
     assert plan["candidates"][0]["predicted_us"] > 0
+    assert plan["not_legal"] == plan["cannot_serve"] == {}
     assert TuningStore(tmp_path / "tuning.db").counts()["measurements"] == 0
+
+
+def test_a_plan_says_why_the_rest_would_not_be_tried() -> None:
+    problem = Problem(128, 8960, 1536, "bfloat16")
+    chosen = Tuner(TuningStore(), LocalRunner(FakeWorkbench(H200))).shortlist(problem, "quick")
+    content = plan(problem, chosen, Registry(), H200)
+    legal = Registry().candidates(problem, H200)
+    left = [sum(content[reason].values()) for reason in ("slower_by_the_model", "of_tiles_that_are_tried")]
+    assert all(left) and len(chosen) + sum(left) == len(list(legal))
+    assert "fused_gemv" in content["cannot_serve"]
+    assert any(message.startswith("a tile of all rows") for message in content["not_legal"]["fused_decode"])
+    for name, counts in content["not_legal"].items():
+        space = VARIANTS[name].space
+        sound = [c for c in space if not any(r.is_fixed and not r.holds(c, problem, H200) for r in space.restrictions)]
+        assert sum(counts.values()) == len(sound) - len(list(space.legal(problem, H200)))
+    caption = plan_table(content).caption
+    assert isinstance(caption, str)
+    assert "slower by the model: " in caption and "more of tiles that are tried: " in caption
+    assert "fused_gemv needs " in caption and "do not)" in caption
 
 
 def test_misses_of_calls_are_tuned_and_then_are_none(tmp_path: Path) -> None:

@@ -189,6 +189,12 @@ class Candidate:
         """How a candidate is stored: the variant's name and the config as JSON."""
         return self.variant.name, self.config.to_json()
 
+    @property
+    def tile(self) -> tuple[object, ...]:
+        """What configs of a variant share that differ in other tunables than the tile."""
+        tunables = vars(self.config)
+        return self.variant.name, tunables.get("tile_m"), tunables.get("tile_n", self.config)
+
     def violations(self, problem: Problem, device: DeviceInfo) -> list[str]:
         """Why the candidate is not legal for the problem on the device; empty if it is."""
         return self.variant.unmet(problem, device) or self.variant.space.violations(self.config, problem, device)
