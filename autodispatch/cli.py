@@ -334,13 +334,13 @@ def _tune(
         if start >= deadline and key in begun:
             left.append((key, problem))
             return
-        begun.add(key)
         try:
             decision = tuner.tune(problem, effort=effort, budget_s=deadline - start)
         except AutodispatchError as cause:
             failed.append(problem)
             messages.print(f"{problem}: {cause}", style="red", highlight=False, markup=False)
             return
+        begun.add(key)
         leader = store.measurement(decision.leader)
         if leader is not None and leader.median_us is not None and not quiet:
             name = f"{leader.variant} {report.short_config(leader.config)}"

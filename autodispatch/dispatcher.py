@@ -408,8 +408,8 @@ def configure(settings: Settings) -> None:
 
 @contextmanager
 def autotune(effort: str = "quick", listener: Callable[[Progress], None] | None = None) -> Iterator[None]:
-    """Within it, a call of `run` that finds its problem untuned tunes it first, and remembers. `listener` hears of
-    every step of that; of a call that finds its problem tuned it hears nothing. Not for several threads at once.
+    """Within it, a call of `run` whose problem no decision serves, for a near m either, tunes it first, and remembers.
+    `listener` hears of every step of that; of a call that is served it hears nothing. Not for several threads at once.
     """
     before = _default.settings
     configure(replace(before, mode="tune", effort=effort))

@@ -138,7 +138,7 @@ class Explanation:
             found.append(f"takes {other.launches} launches instead of {pick.launches}")
         if other.idle > pick.idle + _CLEARLY - 1.0:
             found.append(f"leaves {other.idle:.0%} of its waves' places empty (the pick {pick.idle:.0%})")
-        reasons = ", ".join(found) or "does the same work in as many bytes and launches, only more slowly"
+        reasons = ", ".join(found) or "moves hardly more bytes in no more launches, only more slowly"
         return f"{other.candidate.variant.name} takes {other.time_us / pick.time_us:.2f} times as long: it {reasons}"
 
     @property

@@ -113,7 +113,7 @@ class Planner:
                 ready = self._ready[key] = Ready(*selection, max_error)
             finally:  # what is tuned later must find it here, and is tuned also where it cannot be served till then
                 if layers is not None and self.settings.mode == "background" and (device.key, problem) in self._far:
-                    self._tune_later(problem, device, layers)
+                    self._tune_later(problem, device, layers, max_error)
             if layers is not None and before is not None and versions(layers) != before:
                 self.reload(problem)  # tuned while it was built
             return ready
@@ -195,7 +195,13 @@ class Planner:
             raise refused
         if self.settings.strict and first.origin in (Origin.HEURISTIC, Origin.LIBRARY):
             raise NotTunedError(_advice(problem, device) + near_miss(problem, device, self.registry, layers))
-        return self._first_that_builds(first, choices)
+        found = self._first_that_builds(first, choices)
+        built = found[0].origin
+        has_failed = first.origin is Origin.BUCKET and built in (Origin.HEURISTIC, Origin.LIBRARY)
+        if layers is not None and has_failed and self._act_on(problem, device, built, layers):
+            choices = selections(problem, device, self.registry, layers, None, max_error)
+            found = self._first_that_builds(next(choices), choices)
+        return found
 
     def _first_that_builds(self, first: Selection, choices: Iterator[Selection]) -> tuple[Selection, Executable]:
         problem, device = first.problem, first.device
@@ -280,18 +286,22 @@ class Planner:
 
     # beside the calls
 
-    def _tune_later(self, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
+    def _tune_later(self, problem: Problem, device: DeviceInfo, layers: Layers, max_error: float | None) -> None:
         if (device.key, problem) in self._tuned:
             return
         self._tuned.add((device.key, problem))
         if self._background is None:
             self._background = Background()
-        self._background.add(lambda runner: self._tune_and_reload(runner, problem, device, layers), device)
+        self._background.add(lambda runner: self._tune_and_reload(runner, problem, device, layers, max_error), device)
 
-    def _tune_and_reload(self, runner: Runner, problem: Problem, device: DeviceInfo, layers: Layers) -> None:
-        served = stored_selections(problem, device, self.registry, layers, None)  # by what was tuned while it waited
-        if next(served, None) is None:
+    def _tune_and_reload(
+        self, runner: Runner, problem: Problem, device: DeviceInfo, layers: Layers, max_error: float | None
+    ) -> None:
+        stored = stored_selections(problem, device, self.registry, layers, max_error)
+        if all(_named(s) in self._unbuildable for s in stored):  # nothing was tuned for a near m while it waited
             self._tune_with(runner, problem, layers)
+        else:
+            self._tuned.discard((device.key, problem))  # a call that asks for more may have it tuned
         self.reload(problem)
 
     def _watch(self, layers: Layers | None) -> dict[str, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 import uuid
@@ -129,7 +130,7 @@ class Tuner:
             with self._loaded(problem, [c for c in candidates if c not in known]) as alone:
                 results = self._screen(problem, candidates, deadline, known)
                 complete = alone and len(results) == len(candidates)
-                last = None if len(known) == len(candidates) else deadline
+                last = deadline if _progressed(results, known) else None
                 return self._conclude(problem, results, incumbent, complete, last)
 
     def is_tuned(self, problem: Problem, effort: str = "quick") -> bool:
@@ -175,8 +176,10 @@ class Tuner:
             )
         default = self.default(problem)
         always = (incumbent, default, self._registry.library(problem, self._device))
+        by_candidate = {r.candidate: r for r in good}
+        played = finalists({r.candidate: r.timing for r in good if r.timing is not None}, always)
         try:
-            return self._finals(problem, _finalists(good, always), incumbent, default, complete, deadline)
+            return self._finals(problem, [by_candidate[c] for c in played], incumbent, default, complete, deadline)
         except MemoryError as cause:
             raise AutodispatchError(f"the finals of {problem} must fit into memory ({cause})") from cause
 
@@ -190,7 +193,7 @@ class Tuner:
             outcomes = self._runner.finals(good, rounds)
             timed = [self._result(problem, c, o, "final") for c, o in zip(good, outcomes, strict=True)]
             failed = [r for r in results if r.timing is None]
-            return sorted(timed, key=lambda r: r.timing.median if r.timing else 0.0) + failed
+            return sorted(timed, key=lambda r: r.timing.median if r.timing else math.inf) + failed
 
     @contextmanager
     def _counted(self, step: str) -> Iterator[None]:
@@ -271,7 +274,7 @@ class Tuner:
             self._listener(Progress(problem, "screen", i, len(candidates), r.candidate, r.record, is_hit=True))
         for i, candidate in enumerate((c for c in candidates if c not in known), start=len(known)):
             end = None  # one at least comes to its end, each time
-            if deadline is not None and len(results) > len(known) and any(r.timing for r in results):
+            if deadline is not None and _progressed(results, known) and any(r.timing for r in results):
                 end = deadline - _round_s(results)
             outcome = None
             if not benchmark.is_over(end):
@@ -406,13 +409,12 @@ class Tuner:
         return self._session
 
 
-def _finalists(good: Sequence[Result], always: Sequence[Candidate | None] = ()) -> list[Result]:
-    results = {r.candidate: r for r in good}
-    chosen = finalists({c: r.timing for c, r in results.items() if r.timing is not None}, always)
-    return [results[c] for c in chosen]
+def _progressed(results: Sequence[Result], known: Mapping[Candidate, Result]) -> bool:
+    """Whether something was found out that the next tuning knows."""
+    return any(r.candidate not in known and (r.timing is not None or r.check.status in _LASTING) for r in results)
 
 
 def _round_s(results: Sequence[Result]) -> float:
     """About how long one round of the finals takes."""
-    timings = (r.timing for r in _finalists([r for r in results if r.timing is not None]))
-    return sum(max(benchmark.UNIT_S, t.median / 1e6) for t in timings if t is not None)
+    timings = {r.candidate: r.timing for r in results if r.timing is not None}
+    return sum(max(benchmark.UNIT_S, timings[c].median / 1e6) for c in finalists(timings))

@@ -121,7 +121,7 @@ class WorkerRunner(Runner):
             failed = self._ruinous(candidates, rounds)
             _log.warning("%s; the finals are played again without %s", cause, ", ".join(map(str, failed)) or "change")
         rest = [c for c in candidates if c not in failed]
-        outcomes = dict(zip(rest, self._finals(rest, rounds, deadline), strict=True))
+        outcomes = dict(zip(rest, self._finals(rest, rounds, deadline) if rest else (), strict=True))
         return [failed.get(c) or outcomes[c] for c in candidates]
 
     def _finals(self, candidates: Sequence[Candidate], rounds: int, deadline: float | None) -> list[Outcome]:
@@ -137,9 +137,11 @@ class WorkerRunner(Runner):
         return outcomes
 
     def _ruinous(self, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, Outcome]:
-        """Those that do not come through finals by themselves, with what became of them."""
+        """Those that do not come through finals by themselves, all rounds of them whatever the deadline, with what
+        became of them. What keeps another worker from taking up the problem is no candidate's fault, and is raised."""
         failed = {}
         for candidate in candidates:
+            self._ensure_loaded()
             try:
                 self._finals([candidate], rounds, None)
             except AutodispatchError as cause:
@@ -177,8 +179,11 @@ class WorkerRunner(Runner):
             self._builds_ahead = False
             try:
                 self._ask("load", self._problem, [], limit_s=self._limits[0])
-            except MemoryError as cause:
-                raise AutodispatchError(f"another worker must have memory for {self._problem} ({cause})") from cause
+            except Exception as cause:
+                self._end()  # it is there, but has nothing loaded
+                if isinstance(cause, MemoryError):
+                    raise AutodispatchError(f"another worker must have memory for {self._problem} ({cause})") from cause
+                raise
 
     def _ask(self, request: str, *arguments: Any, limit_s: float) -> Any:
         """The worker's answer. Raises its exception, or WorkerGoneError when it has none in time."""

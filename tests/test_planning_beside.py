@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from autodispatch.runner import LocalRunner
 from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
+from autodispatch.variants import Candidate
 from autodispatch.variants.cpu import _CpuExecutable
 from tests.test_planning import ARGUMENTS, CPU, PROBLEM, origin, tune, wait_for
 
@@ -226,6 +228,45 @@ def test_strict_refuses_in_every_mode_and_counts_a_miss_once(
             d.run(*ARGUMENTS)
     if mode != "off":
         assert d.counters().misses == 1 and [r["count"] for r in d.layers.user.misses()] == [1]
+    d.close()
+
+
+def test_the_background_tunes_for_a_bound_that_no_near_decision_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "runner_for", lambda device: LocalRunner(CpuWorkbench(device)))
+    tune(tmp_path / "t.db")
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="background", reload_s=0))
+    d.layers.user.write(lambda db: db.execute("UPDATE measurements SET max_error = 0.5"))
+    near = np.ones((ARGUMENTS[0].shape[0] + 1, 32), np.float32)
+    d.run(near, *ARGUMENTS[1:])  # served by what was tuned for a near m
+    with pytest.raises(UnsupportedProblemError, match=r"max_error 0\.1"):
+        d.run(near, *ARGUMENTS[1:], max_error=0.1)
+    wait_for(lambda: d.counters().tunings == 1)
+    wait_for(lambda: d.layers.user.decision(CPU.key, replace(PROBLEM, m=len(near))) is not None)
+    d.run(near, *ARGUMENTS[1:], max_error=0.1)
+    d.close()
+
+
+def test_a_problem_whose_near_decision_does_not_build_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(tmp_path / "t.db")
+    store = TuningStore(tmp_path / "t.db")
+    decision = store.decision(CPU.key, PROBLEM)
+    assert decision is not None
+    leader = store.measurement(decision.leader)
+    store.close()
+    assert leader is not None
+    whole = Candidate.executable
+
+    def broken(self: Candidate, problem: Problem, device: Any) -> Any:
+        if self.key == (leader.variant, leader.config):
+            raise CompileError("as the test says")
+        return whole(self, problem, device)
+
+    monkeypatch.setattr(Candidate, "executable", broken)
+    d = Dispatcher(Settings(tmp_path / "t.db", mode="tune", reload_s=0))
+    d.run(np.ones((PROBLEM.m + 1, 32), np.float32), *ARGUMENTS[1:])
+    assert (d.counters().tunings, d.counters().calls.get("tuned")) == (1, 1)
     d.close()
 
 

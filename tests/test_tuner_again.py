@@ -116,6 +116,14 @@ def test_a_tuning_under_the_smallest_budget_comes_to_its_end(store: TuningStore)
     assert [d.complete for d in decisions] == [False] * 4 + [True]
 
 
+def test_a_candidate_without_memory_keeps_small_budgets_from_no_end(store: TuningStore) -> None:
+    variants = [FakeVariant(f"v{i}", speeds=(i + 10,)) for i in range(3)]
+    checks = {"v1": MemoryError("too large")}  # which is tried again each time
+    decisions = [tuner(store, *variants, checks=checks).tune(PROBLEM, budget_s=0.0) for _ in range(3)]
+    assert [len(d.finalists) for d in decisions] == [1, 2, 2]
+    assert [d.complete for d in decisions] == [False, False, True]
+
+
 def test_a_candidate_that_failed_is_not_tried_again_until_its_kernels_change(store: TuningStore) -> None:
     checks = {"wrong": Check("wrong_result", "as the test says", 0.5, 3.0), "large": MemoryError("too large")}
     every = ["wrong", "large", "right"]

@@ -71,6 +71,29 @@ def test_a_crash_in_the_finals_costs_the_candidate_alone(runner: WorkerRunner, s
     assert sum(LAST[0] in step for step in tried) == 1  # as what is known of it
 
 
+def test_a_worker_that_cannot_take_up_the_problem_is_no_candidates_fault(
+    runner: WorkerRunner, store: TuningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Registry({v.name: v for v in (*DEADLY, DIES_IN_THE_FINALS) if v.name in ("good", "slower", *LAST)})
+    whole, loads = WorkerRunner._ask, 0
+
+    def without_memory(self: WorkerRunner, request: str, *arguments: object, limit_s: float) -> object:
+        nonlocal loads
+        loads += request == "load"
+        if request == "load" and loads == 2:  # the one after the crash
+            whole(self, "unload", limit_s=limit_s)
+            raise MemoryError("for a moment")
+        return whole(self, request, *arguments, limit_s=limit_s)
+
+    monkeypatch.setattr(WorkerRunner, "_ask", without_memory)
+    with pytest.raises(AutodispatchError, match="another worker must have memory"):
+        Tuner(store, runner, chosen).tune(PROBLEM)
+    assert {r.status for r in store.measurements()} == {"ok"}
+    decision = Tuner(store, runner, chosen).tune(PROBLEM)
+    leader = store.measurement(decision.leader)
+    assert leader is not None and leader.variant == "good" and decision.complete
+
+
 def test_a_worker_that_was_killed_from_outside_is_replaced(runner: WorkerRunner, store: TuningStore) -> None:
     good = Registry({v.name: v for v in DEADLY if v.name in ("good", "slower")})
     Tuner(store, runner, good).tune(PROBLEM)
