@@ -26,7 +26,7 @@ from autodispatch.variants import Candidate, Registry
 from autodispatch.variants.base import SPLIT
 
 _NEAR_PEAK = 0.6  # of what the device can do at most
-_CLEARLY = 1.05
+_CLEARLY = 0.05  # more, of one
 _ENOUGH = 3  # tuned m to say from what is to be expected
 
 # a record serves whatever these are, but its times may not hold
@@ -132,11 +132,11 @@ class Explanation:
             return ""
         pick, other = self.uses[:2]
         found = []
-        if other.nbytes > _CLEARLY * pick.nbytes:
+        if other.nbytes > (1.0 + _CLEARLY) * pick.nbytes:
             found.append(f"moves {other.nbytes / pick.nbytes:.2f} times the bytes")
         if other.launches > pick.launches:
             found.append(f"takes {other.launches} launches instead of {pick.launches}")
-        if other.idle > pick.idle + _CLEARLY - 1.0:
+        if other.idle > pick.idle + _CLEARLY:
             found.append(f"leaves {other.idle:.0%} of its waves' places empty (the pick {pick.idle:.0%})")
         reasons = ", ".join(found) or "moves hardly more bytes in no more launches, only more slowly"
         return f"{other.candidate.variant.name} takes {other.time_us / pick.time_us:.2f} times as long: it {reasons}"

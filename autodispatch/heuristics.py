@@ -169,9 +169,9 @@ def _queue_cost(work: Work, problem: Problem, device: DeviceInfo, bandwidth: flo
     columns = work.products * (work.loaded_n or work.tile_n)
     resident = min(work.blocks, device.sm_count * _blocks_per_sm(work, device))
     under_way = resident * work.stages * columns * 64 * problem.item_bytes / (bandwidth * _QUEUE_S)
-    if under_way < 1.0:
-        return _FEW_ROWS_KN_PACE * (1.0 + _SHORT_QUEUE_COST * (1.0 - under_way))
-    return _FEW_ROWS_KN_PACE * (1.0 + _LONG_QUEUE_COST * (under_way - 1.0) / max(problem.k, 1))
+    away = under_way - 1.0
+    cost = -_SHORT_QUEUE_COST * away if away < 0.0 else _LONG_QUEUE_COST * away / max(problem.k, 1)
+    return _FEW_ROWS_KN_PACE * (1.0 + cost)
 
 
 def _is_few_rows_kn(work: Work, problem: Problem) -> bool:

@@ -92,8 +92,8 @@ def _median_of(results: Sequence[Result], variant: str | None) -> float | None:
 def plan(problem: Problem, chosen: Sequence[Candidate], registry: Registry, device: DeviceInfo) -> dict[str, Any]:
     """What a tuning would try, by the cost model's order, how much it leaves out and why, and why variants, or some of
     their configs, cannot serve."""
-    tiles = {c.tile for c in chosen}
-    left = [c for c in registry.candidates(problem, device) if c not in set(chosen)]
+    tried, tiles = set(chosen), {c.tile for c in chosen}
+    left = [c for c in registry.candidates(problem, device) if c not in tried]
     known = {n: (v, v.unmet(problem, device)) for n, v in registry.variants.items() if v.kind == device.kind}
     refused = {n: v.space.refused(problem, device) for n, (v, unmet) in known.items() if not unmet}
     return {

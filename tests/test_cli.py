@@ -16,6 +16,7 @@ from autodispatch import cli
 from autodispatch.benchmark import FINAL_ROUNDS
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
+from autodispatch.errors import AutodispatchError
 from autodispatch.problem import Problem
 from autodispatch.report import plan, plan_table
 from autodispatch.runner import LocalRunner
@@ -200,6 +201,22 @@ def test_a_budget_is_for_all_problems_and_more_of_it_tunes_what_was_left() -> No
     assert TuningStore(Settings.from_environment().database).counts()["decisions"] == 1
     assert "left" not in run(*command[:-2], "--budget", "1000").output
     assert TuningStore(Settings.from_environment().database).counts()["decisions"] == 3
+
+
+def test_a_problem_that_fails_does_not_take_the_step_that_a_used_up_budget_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Tuner.tune
+
+    def failing(self: Tuner, problem: Problem, **options: Any) -> Any:
+        if problem.m == 8:
+            raise AutodispatchError("as the test says")
+        return whole(self, problem, **options)
+
+    monkeypatch.setattr(Tuner, "tune", failing)
+    result = run("tune", "8,32,16", "16,32,16", "24,32,16", *CPU, "--budget", "0", expect=1)
+    assert "the budget is used up, 1 of 3 problems are left" in result.output.replace("\n", " ")
+    assert "tuned: measured" in run("explain", "16,32,16", *CPU).output
 
 
 def test_a_budget_goes_to_what_is_not_tuned_yet() -> None:
