@@ -19,7 +19,17 @@ pytestmark = pytest.mark.gpu
 CUDA_VARIANTS = [n for n, v in VARIANTS.items() if v.kind == "cuda"]
 
 
-def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
+PERSISTENT = ("fused_wgmma", "split_wgmma")  # whose blocks take several tiles
+
+
+def several_tiles_each(candidate: Candidate, device: DeviceInfo) -> tuple[int, int, int]:
+    """Sizes of which every block of a persistent grid has two tiles and some three, with ragged last ones, and of which
+    every ring of stages is gone through more than once."""
+    tile_m, tile_n = (candidate.config.__dict__[name] for name in ("tile_m", "tile_n"))
+    return 3 * tile_m + 5, (2 * device.sm_count // 4 + 2) * tile_n + 9, 9 * 64 + 8
+
+
+def sizes(candidate: Candidate, device: DeviceInfo) -> list[tuple[int, int, int]]:
     """One of all, few rows, and around the tile in every direction, with ragged and whole last tiles."""
     values = candidate.config.__dict__
     m, n, k = values.get("tile_m", 64), values.get("tile_n", 64), values.get("tile_k", 64)
@@ -33,6 +43,8 @@ def sizes(candidate: Candidate) -> list[tuple[int, int, int]]:
     ]
     if m >= 192 or values.get("group_m", 0) > 8:
         found += [(9 * m + 8, n + 1, 72), (17 * m + 3, 2 * n + 9, k + 8)]
+    if candidate.variant.name in PERSISTENT:
+        found.append(several_tiles_each(candidate, device))
     if "wgmma" in candidate.variant.name:  # which take n and k in multiples of 8 only
         found = [(m, round_up(n, 8), round_up(k, 8)) for m, n, k in found]
     return found
@@ -58,7 +70,9 @@ def test_every_config_is_right_on_sizes_around_its_tile(
     jobs: dict[Problem, list[Candidate]] = {}
     builds = []
     for candidate in candidates:
-        legal = [p for m, n, k in sizes(candidate) if candidate.is_legal(p := replace(base, m=m, n=n, k=k), device)]
+        legal = [
+            p for m, n, k in sizes(candidate, device) if candidate.is_legal(p := replace(base, m=m, n=n, k=k), device)
+        ]
         assert len(legal) >= 2, candidate
         builds.append((candidate, legal[0]))
         for problem in legal:
@@ -115,6 +129,33 @@ def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dty
         assert len(results) == 1, candidate
 
 
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize("name", [n for n in CUDA_VARIANTS if "wgmma" in n])
+def test_twenty_repeats_of_blocks_with_several_tiles_are_bitwise_identical(
+    device: DeviceInfo, name: str, layout: str
+) -> None:
+    base = Problem(400, 6352, 584, "bfloat16", layout)
+    if VARIANTS[name].unmet(base, device):
+        assert device.compute_capability != (9, 0)
+        return
+    bench = CudaWorkbench(device)
+    for m in (100, 400):
+        problem = replace(base, m=m)
+        candidates = list(VARIANTS[name].candidates(problem, device))[:: 6 if m == 400 else 12]
+        if not candidates:
+            continue
+        bench.load(problem, copies=0)
+        for candidate in candidates:
+            executable = candidate.executable(problem, device)
+            results = set()
+            for _ in range(20):
+                check = bench.check(executable)
+                assert check.status == "ok", f"{candidate}: {check.reason}"
+                results.add(bench.result().tobytes())
+            assert len(results) == 1, candidate
+    bench.unload()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_variant_has_every_activation(device: DeviceInfo, dtype: str, activation: str) -> None:
@@ -134,8 +175,11 @@ def test_fast_math_keeps_its_own_tolerance_and_is_refused_unasked(device: Device
     fast = replace(exact, math="fast")
     bench = CudaWorkbench(device)
     bench.load(fast, copies=0)
-    for name in ("split_mma", "split_cublas"):
+    for name in ("split_mma", "split_wgmma", "split_cublas"):
         variant = VARIANTS[name]
+        if variant.unmet(fast, device):
+            assert name == "split_wgmma" and device.compute_capability != (9, 0)
+            continue
         rounded = [c for c in variant.candidates(fast, device) if '"bfloat16"' in c.config.to_json()]
         assert rounded
         assert not [c for c in variant.candidates(exact, device) if '"bfloat16"' in c.config.to_json()]

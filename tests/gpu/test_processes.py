@@ -162,3 +162,25 @@ def test_architecture_features_reach_the_compiler_where_they_are_asked_for(devic
     with pytest.raises(CompileError) as error:
         compile_kernel(KernelSpec(spec.source, (("Unused", 3),)), device)
     assert "wgmma" in error.value.log and "fence<3>" in str(error.value)
+
+
+TUNES = """
+import ctypes, sys
+from pathlib import Path
+import autodispatch
+from autodispatch import driver; from autodispatch.device import cuda_device
+
+autodispatch.tune([autodispatch.Problem(16, 512, 256, "float16")], device=cuda_device(0), database=Path(sys.argv[1]))
+flags, active = ctypes.c_uint(), ctypes.c_int()
+library = driver.library()
+assert library.cuInit(0) == 0
+assert library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+print("active", active.value)
+"""
+
+
+def test_the_process_that_tunes_holds_no_context_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TUNES, str(tmp_path / "t.db")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[-2] == "active 0"

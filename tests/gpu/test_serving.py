@@ -264,13 +264,26 @@ PER_THREAD = """
 import numpy as np, cupy
 from cupy_backends.cuda import stream
 assert stream.get_default_stream_ptr() == 2  # cudaStreamPerThread
-from autodispatch import dispatcher
-a, b1, b2 = (cupy.ones(s, np.float16) for s in ((16, 64), (64, 64), (64, 64)))
-out = cupy.empty((16, 64), np.float16)
-for i in range(20):
-    a.fill(i)
-    dispatcher.run(a, b1, b2, out=out, activation="relu")
-    assert float(out[3, 3]) == (64 * i) ** 2 or i > 3
+import threading
+from autodispatch import compiler, dispatcher
+streams = []
+call, pack = compiler.CompiledKernel.__call__, compiler.CompiledKernel.pack
+compiler.CompiledKernel.__call__ = lambda s, l, a, stream: (streams.append(stream.ptr), call(s, l, a, stream))[1]
+compiler.CompiledKernel.pack = lambda s, l, a, stream: (streams.append(stream), pack(s, l, a, stream))[1]
+wrong = []
+def work():
+    a, b1, b2 = (cupy.ones(s, np.float32) for s in ((16, 64), (64, 64), (64, 64)))
+    out = cupy.empty((16, 64), np.float32)
+    for i in range(20):
+        a.fill(i)
+        dispatcher.run(a, b1, b2, out=out, activation="relu")
+        if float(out[3, 3]) != (64 * i) ** 2:
+            wrong.append(i)
+threads = [threading.Thread(target=work) for _ in range(4)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert not wrong, wrong
+assert streams and set(streams) == {2}, set(streams)
 print("right")
 """
 

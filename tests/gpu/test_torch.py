@@ -129,6 +129,22 @@ def test_a_captured_graph_replays_right(ours: Any) -> None:
         torch.testing.assert_close(out.double().cpu(), expected(ours, a, gate, up), rtol=2e-3, atol=2e-3)
 
 
+def test_an_untuned_problem_is_refused_in_a_capture_which_goes_on(ours: Any) -> None:
+    from autodispatch import LaunchError, dispatcher
+
+    a, gate, up = tensors(torch.float16)
+    others = tensors(torch.float16, 7, 248, 136)
+    dispatcher.warmup([Problem(24, 40, 32, "float16", "nk")])
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        with pytest.raises(LaunchError, match="warmup"):
+            ours.gated(*others)
+        out = ours.gated(a, gate, up)
+    a *= 2
+    graph.replay()
+    torch.testing.assert_close(out.double().cpu(), expected(ours, a, gate, up), rtol=2e-3, atol=2e-3)
+
+
 def test_the_mlps_of_a_model_are_swapped_and_give_the_same(ours: Any) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
