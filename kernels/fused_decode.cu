@@ -43,6 +43,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   constexpr int Share = Pairs / ClusterK;   // that a block finishes
   static_assert(TileM % 8 == 0 && TileN % (8 * ColumnWarps) == 0, "tiles are multiples of 8, in columns also per warp");
   static_assert(NumStages >= 2, "the ring needs two stages");
+  static_assert(Pairs % ClusterK == 0, "blocks of a cluster finish equal parts of a tile");
 
   extern __shared__ uint4 shared[];
   const int lane = threadIdx.x % 32;
@@ -57,7 +58,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   float4* sent = reinterpret_cast<float4*>(shared);  // to this block: [ClusterK][Share] of two gate and two up sums
   uint4* own_shared = shared + (ClusterK > 1 ? Pairs : 0);
   T* ring = reinterpret_cast<T*>(own_shared) + group * NumStages * StageElements;
-  const CachePolicy stream = policy_evict_first();
+  const Conditional<Layout == kn && TileN * sizeof(T) < 128, LinePolicy, CachePolicy> stream{policy_evict_first()};
   const CachePolicy keep = policy_evict_last();
 
   const auto load = [&](int stage, int block) {
@@ -113,7 +114,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     }
   };
 
-  cluster_arrive<ClusterK>();
+  cluster_begin<ClusterK>();
   wait_for_previous_grid();
   constexpr int Sharers = GroupsK * ClusterK;
   const int first_block = static_cast<int>(rank) * GroupsK + group;
@@ -175,6 +176,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   };
   cluster_wait<ClusterK>();  // all have begun, and can be sent to
   for (int i = threadIdx.x; i < Pairs; i += GroupThreads * GroupsK) {
+    if (row + i / (TileN / 2) >= m) break;
     const float* first_group = all + i / (TileN / 2) * Pitch + i % (TileN / 2) * 2;
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -195,7 +197,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     for (int i = threadIdx.x; i < Share; i += GroupThreads * GroupsK) {
       float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
+      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);  // of rows beyond m: nothing was sent
       finish(static_cast<int>(rank) * Share + i, sum);
     }
   }

@@ -12,7 +12,8 @@
 
 template <typename T, typename C, WeightLayout Layout, int TileM, int TileN, int TileK, int NumStages, int WarpsM,
           int WarpsN, int GroupM>
-__global__ void __launch_bounds__(WarpsM * WarpsN * 32, WarpsM * WarpsN <= 6 ? 2 : 1)
+__global__ void __launch_bounds__(WarpsM * WarpsN * 32,
+                             MmaMainloop<T, Layout, TileM, TileN, TileK, NumStages, WarpsM, WarpsN, 1>::BlocksPerSm)
     split_mma(const T* __restrict__ a, const T* __restrict__ b1, const T* __restrict__ b2, C* __restrict__ c1,
               C* __restrict__ c2, long long m, long long n, long long k, long long lda, long long ldb1, long long ldb2,
               long long ldc) {
@@ -28,5 +29,5 @@ __global__ void __launch_bounds__(WarpsM * WarpsN * 32, WarpsM * WarpsN <= 6 ? 2
   Loop loop;
   loop.run(reinterpret_cast<T*>(shared), x, begin, begin + share < k ? begin + share : k);
   Loop::store(shared, (second ? c2 : c1) + blockIdx.y * 2 * m * ldc, x, ldc,
-              [&](int i, int j, int e) { return loop.accumulators[0][i][j][e]; });
+              [&](int i, int j, int e) { return loop.first(i, j, e); });
 }

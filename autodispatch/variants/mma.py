@@ -18,13 +18,17 @@ _SHAPES = (
     (32, 64, 2, 2),
     (32, 128, 2, 2),
     (64, 64, 2, 2),
+    (64, 96, 2, 2),
     (64, 128, 2, 2),
+    (64, 144, 2, 2),
     (64, 160, 2, 2),
     (64, 192, 2, 2),
     (64, 256, 2, 4),
     (128, 64, 2, 2),
+    (128, 96, 2, 2),
     (128, 128, 2, 2),
     (128, 128, 2, 4),
+    (128, 144, 2, 2),
     (128, 144, 2, 3),
     (128, 160, 2, 2),
     (128, 192, 4, 2),
@@ -34,6 +38,7 @@ _SHAPES = (
 )
 _RING = {64: (4,), 128: (3, 4)}  # stages, by the bytes of k in one
 _DEEP_RING, _DEEP_RING_ROWS = 6, 64  # of 128 bytes, where a tile is small and the job is to read the weights
+_SHORT_RING, _SHORT_RING_TILE = 2, (128, 48)  # of 128 bytes, of 16-bit elements: an SM then has three fused blocks
 _TALL = 32  # tile rows, from where on walking 16 of them together can pay
 _REGISTERS = 255
 _OTHER_REGISTERS = 64  # beside accumulators and fragments
@@ -57,9 +62,10 @@ class MmaConfig(Config):
         return 32 * self.warps_m * self.warps_n
 
     def shared_bytes(self, products: int, item_bytes: int, out_bytes: int) -> int:
-        """The stages, or the tile on its way out, which reuses them."""
+        """The stages, or what reuses them: the tile on its way out, and what warps with one product each trade."""
         stages = self.num_stages * (self.tile_m + products * self.tile_n) * self.tile_k * item_bytes
-        return max(stages, self.tile_m * self.tile_n * out_bytes)
+        traded = 4 if products == 2 and self.warps_n % 2 == 0 and self.tile_n % (8 * self.warps_n) else 0
+        return max(stages, self.tile_m * self.tile_n * (out_bytes + traded))
 
     def registers(self, products: int, problem: Problem, device: DeviceInfo) -> int:
         """What a thread holds, and what ptxas was seen to need: accumulators, a step's fragments of `a` (or two steps'
@@ -112,11 +118,13 @@ REQUIREMENTS = (
 )
 
 
-def _ring_suits(config: MmaConfig, k_bytes: int, device: DeviceInfo) -> bool:
+def _ring_suits(config: MmaConfig, products: int, k_bytes: int, device: DeviceInfo) -> bool:
     if device.compute_capability < (8, 0):
         return (config.num_stages, config.tile_k) == (2, 32)
     deep = config.num_stages == _DEEP_RING and k_bytes == 128 and config.tile_m <= _DEEP_RING_ROWS
-    return deep or config.num_stages in _RING.get(k_bytes, ())
+    is_short_tile = products == 2 and (config.tile_m, config.tile_n) == _SHORT_RING_TILE
+    short = config.num_stages == _SHORT_RING and is_short_tile and (k_bytes, config.tile_k) == (128, 64)
+    return deep or short or config.num_stages in _RING.get(k_bytes, ())
 
 
 def config_space(
@@ -137,7 +145,7 @@ def config_space(
         config_type,
         {
             "tile_m": (16, 32, 64, 128, 256),
-            "tile_n": (32, 64, 72, 80, 96, 128, 192, 256),
+            "tile_n": (32, 48, 64, 72, 80, 96, 128, 192, 256),
             "tile_k": (16, 32, 64),
             "num_stages": (2, 3, 4, 6),
             "warps_m": (1, 2, 4),
@@ -149,14 +157,14 @@ def config_space(
             restriction("a tile that its warps share in whole fragments", is_fixed=True)(
                 lambda c, p, d: (c.tile_m, products * c.tile_n, c.warps_m, c.warps_n) in _SHAPES
             ),
-            restriction("4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles; before 8.0 two of 64")(
-                lambda c, p, d: _ring_suits(c, c.tile_k * p.item_bytes, d)
-            ),
+            restriction(
+                "4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles, 2 in 128 x (2 x 48); before 8.0 two of 64"
+            )(lambda c, p, d: _ring_suits(c, products, c.tile_k * p.item_bytes, d)),
             restriction("before 8.0 a power of two of columns")(
                 lambda c, p, d: d.compute_capability >= (8, 0) or c.tile_n & (c.tile_n - 1) == 0
             ),
             restriction("the registers of a thread")(
-                lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
+                lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (15 if c.tile_k * p.item_bytes > 64 else 0)
             ),
             restriction("six warps, of which an SM has two blocks, for 16-bit elements and 64 bytes of k")(
                 lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and c.tile_k == 32)

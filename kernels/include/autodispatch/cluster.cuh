@@ -9,8 +9,19 @@
 #define CLUSTER_OF(blocks)
 #endif
 
+// A block may be written to once it has begun, which it says by this, and others know after the next cluster_wait; and until
+// it ends.
+template <int Blocks>
+__device__ __forceinline__ void cluster_begin() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Blocks > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+  static_assert(Blocks == 1, "clusters need compute capability 9.0");
+#endif
+}
+
 // The two halves of a barrier for all threads of the cluster: what was written before arriving, also to other blocks' shared
-// memory, is visible after waiting. A block may be written to once it has begun, and until it ends.
+// memory, is visible after waiting. The threads of a warp wait together.
 template <int Blocks>
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900

@@ -54,6 +54,24 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 }
 #endif
 
+// The same policy for pieces of a line of which a neighbour wants the rest: it comes into L2 with them.
+struct LinePolicy {
+  CachePolicy policy;
+};
+
+#if __CUDA_ARCH__ >= 800
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid, LinePolicy line) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(valid), "l"(line.policy)
+                 : "memory");
+  } else {
+    copy_async<Bytes>(shared, global, valid, line.policy);
+  }
+}
+#endif
+
 // Keeps the compiler from making a product of an address that comes from repeated addition: the sum is one instruction less.
 template <typename T>
 __device__ __forceinline__ void keep_as_sum(T*& address) {

@@ -27,6 +27,21 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
   load_matrix_x4_transposed(r, shared_address(row));
 }
 
+// Two of them, into the first two registers; lanes from 16 on are not asked.
+__device__ __forceinline__ void load_matrix_x2(unsigned (&r)[4], unsigned row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x2_transposed(unsigned (&r)[4], unsigned row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row)
+               : "memory");
+}
+
 __device__ __forceinline__ unsigned load_word(unsigned address) {
   unsigned word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");

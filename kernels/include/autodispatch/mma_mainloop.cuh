@@ -3,8 +3,10 @@
 //
 // A stage of shared memory holds TileK of k: a as [TileM][TileK], then each weight as [TileN][TileK] (nk) or
 // [TileK][TileN] (kn), swizzled. NumStages - 1 stages are in flight while one is consumed.
-// Warps stand WarpsM x WarpsN over the tile; a lane's accumulators are those of m16n8 fragments. A step is 32 bytes of k; in
-// it, the weights' fragments come in groups of two: gate and up of the same eight columns, or two neighbours of one product.
+// Warps stand WarpsM x WarpsN over the tile; a lane's accumulators are those of m16n8 fragments. Each warp has both products of
+// its elements, or, where their columns cannot be cut into eights among all warps, one: the left half of the warps the first,
+// the right half the second, until `exchange`. A step is 32 bytes of k; in it, the weights' fragments come in groups of two:
+// gate and up of the same eight columns, or two neighbours of one product, of which the last may be alone.
 // While a group is multiplied the next one is on its way from shared memory, and with the step's last group the next step's
 // fragments of `a`, across the barrier between two stages too: the tensor cores need not wait for either. Where a warp has
 // four or more fragments of `a`, each takes the registers of the one that has just been multiplied for the last time.
@@ -15,12 +17,33 @@
 #include "autodispatch/tile_copy.cuh"
 #include "autodispatch/types.cuh"
 
+// The blocks that an SM is to have room for: three where its registers (of which ptxas needs more from 10.0 on) and its shared
+// memory allow it, else two, or one of more than six warps. `registers` are those of a thread.
+constexpr int blocks_per_sm(int threads, int registers, int shared_bytes) {
+#if __CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 860
+  constexpr int Shared = 100 * 1024;
+#elif __CUDA_ARCH__ >= 900
+  constexpr int Shared = 228 * 1024;
+#elif __CUDA_ARCH__ >= 800
+  constexpr int Shared = 164 * 1024;
+#else
+  constexpr int Shared = 64 * 1024;
+#endif
+#if __CUDA_ARCH__ >= 1000
+  registers += 40;
+#endif
+  if (3 * threads * registers <= 65536 && 3 * (shared_bytes + 1024) <= Shared) return 3;
+  return threads <= 192 ? 2 : 1;
+}
+
 template <typename T, WeightLayout Layout, int TileM, int TileN, int TileK, int NumStages, int WarpsM, int WarpsN,
           int NumProducts>
 struct MmaMainloop {
   static constexpr int NumThreads = WarpsM * WarpsN * 32;
   static constexpr int WarpM = TileM / WarpsM;
-  static constexpr int WarpN = TileN / WarpsN;
+  static constexpr bool Apart = NumProducts == 2 && WarpsN % 2 == 0 && TileN % (8 * WarpsN) != 0;
+  static constexpr int WarpProducts = Apart ? 1 : NumProducts;
+  static constexpr int WarpN = TileN * NumProducts / WarpProducts / WarpsN;
   static constexpr int WeightRows = Layout == nk ? TileN : TileK;
   static constexpr int WeightWidth = Layout == nk ? TileK : TileN;
   static constexpr int WeightElements = TileN * TileK;
@@ -28,15 +51,19 @@ struct MmaMainloop {
   static constexpr int StageBytes = StageElements * sizeof(T);
   static constexpr int FragmentsM = WarpM / 16;
   static constexpr int FragmentsN = WarpN / 8;
-  static constexpr int Groups = NumProducts * FragmentsN / 2;
-  static constexpr int GroupColumns = NumProducts == 2 ? 8 : 16;
+  static constexpr int Groups = (WarpProducts * FragmentsN + 1) / 2;
+  static constexpr int GroupColumns = WarpProducts == 2 ? 8 : 16;
+  static constexpr int FinishedM = FragmentsM / (Apart ? 2 : 1);  // fragments of rows of which a warp finishes the outputs
   static constexpr int StepK = 32 / sizeof(T);
   static constexpr int Steps = TileK / StepK;
   static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
+  static constexpr int Registers = WarpProducts * FragmentsM * FragmentsN * 4 + (NumProducts == 2 && sizeof(T) == 2 ? 72 : 80);
+  static constexpr int BlocksPerSm = blocks_per_sm(NumThreads, Registers, NumStages * StageBytes);
   static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
 
   static_assert(WarpM % 16 == 0, "TileM must be a multiple of 16 * WarpsM");
-  static_assert(WarpN % GroupColumns == 0, "a warp's columns must be a multiple of 8, or of 16 for one product");
+  static_assert(WarpN % 8 == 0 && WarpN * WarpsN * WarpProducts == TileN * NumProducts, "a warp's columns are a multiple of 8");
+  static_assert(!Apart || FragmentsM % 2 == 0, "a warp that has one product finishes half of its rows");
   static_assert(Steps % 2 == 0, "TileK must be a multiple of 64 bytes");
   static_assert(NumStages >= 2, "the pipeline needs two stages");
 
@@ -92,10 +119,16 @@ struct MmaMainloop {
     }
   };
 
-  float accumulators[NumProducts][FragmentsM][FragmentsN][4];
+  float accumulators[WarpProducts][FragmentsM][FragmentsN][4];
 
   static __device__ __forceinline__ int warp_row() { return static_cast<int>(threadIdx.x) / 32 / WarpsN * WarpM; }
-  static __device__ __forceinline__ int warp_column() { return static_cast<int>(threadIdx.x) / 32 % WarpsN * WarpN; }
+  static __device__ __forceinline__ int warp_column() {
+    return static_cast<int>(threadIdx.x) / 32 % WarpsN % (WarpsN / (Apart ? 2 : 1)) * WarpN;
+  }
+  // Which product a warp has, of those that are apart.
+  static __device__ __forceinline__ int warp_product() {
+    return Apart && static_cast<int>(threadIdx.x) / 32 % WarpsN >= WarpsN / 2 ? 1 : 0;
+  }
 
   // The byte in a stage at which this lane's part of the first step's fragments of `a` begins; later steps flip bits of it.
   static __device__ __forceinline__ unsigned lane_of_a() {
@@ -111,8 +144,8 @@ struct MmaMainloop {
   static __device__ __forceinline__ unsigned lane_of_b() {
     const int lane = threadIdx.x % 32;
     const int second = lane / 16;
-    const int base = TileM * TileK + (NumProducts == 2 ? second * WeightElements : 0);
-    const int next = NumProducts == 2 ? 0 : second * 8;
+    const int base = TileM * TileK + (WarpProducts == 2 ? second : warp_product()) * WeightElements;
+    const int next = WarpProducts == 2 ? 0 : second * 8;
     if constexpr (Layout == nk) {
       return (base + swizzled<TileK, sizeof(T)>(warp_column() + next + lane % 8, lane / 8 % 2)) * sizeof(T);
     } else {
@@ -123,26 +156,29 @@ struct MmaMainloop {
   static __device__ __forceinline__ void load_b(unsigned (&b)[4], unsigned stage, unsigned lane_offset, int step, int group) {
     const int lane = threadIdx.x % 32;
     const int column = warp_column() + group * GroupColumns;
+    const bool alone = WarpProducts == 1 && 2 * group + 1 == FragmentsN;
     if constexpr (WordsOfB) {
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int c = column + lane / 4 + (NumProducts == 2 ? 0 : x / 2 * 8);
-        const int base = TileM * TileK + (NumProducts == 2 ? x / 2 * WeightElements : 0);
+      for (int x = 0; x < (alone ? 2 : 4); ++x) {
+        const int c = column + lane / 4 + (WarpProducts == 2 ? 0 : x / 2 * 8);
+        const int base = TileM * TileK + (WarpProducts == 2 ? x / 2 : warp_product()) * WeightElements;
         const int offset = swizzled<TileN, 4, true>(step * 8 + lane % 4 + x % 2 * 4, c / 4) + c % 4;
         b[x] = load_word(stage + (base + offset) * 4);
       }
     } else if constexpr (Layout == kn) {
-      const int chunk = column / 8 + (NumProducts == 2 ? 0 : lane / 16);
-      load_matrix_x4_transposed(b, stage + lane_offset + swizzled<TileN>(step * 16 + lane % 16, chunk) * 2);
+      const int chunk = column / 8 + (WarpProducts == 2 || alone ? 0 : lane / 16);
+      const unsigned row = stage + lane_offset + swizzled<TileN>(step * 16 + lane % 16, chunk) * 2;
+      alone ? load_matrix_x2_transposed(b, row) : load_matrix_x4_transposed(b, row);
     } else {
-      load_matrix_x4(b, ((stage + lane_offset) ^ (step * 32)) + group * GroupColumns * TileK * static_cast<int>(sizeof(T)));
+      const unsigned row = ((stage + lane_offset) ^ (step * 32)) + group * GroupColumns * TileK * static_cast<int>(sizeof(T));
+      alone ? load_matrix_x2(b, row) : load_matrix_x4(b, row);
     }
   }
 
   // Accumulates k from `begin` to `end`; `begin` is a multiple of TileK. `shared` is aligned to 128 bytes.
   __device__ __forceinline__ void run(T* shared, const Operands& x, long long begin, long long end) {
 #pragma unroll
-    for (int p = 0; p < NumProducts; ++p)
+    for (int p = 0; p < WarpProducts; ++p)
 #pragma unroll
       for (int i = 0; i < FragmentsM; ++i)
 #pragma unroll
@@ -223,10 +259,12 @@ struct MmaMainloop {
         round_fragment<T>(b[now]);
 #pragma unroll
         for (int i = 0; i < FragmentsM; ++i) {
-          float (&first)[4] = accumulators[0][i][NumProducts == 2 ? group : 2 * group];
-          float (&second)[4] = accumulators[NumProducts - 1][i][NumProducts == 2 ? group : 2 * group + 1];
+          constexpr int next = WarpProducts == 2 ? group : 2 * group + 1;
+          float (&first)[4] = accumulators[0][i][WarpProducts == 2 ? group : 2 * group];
           mma_m16n8<T>(first, a[step % BuffersOfA][i], b[now][0], b[now][1]);
-          mma_m16n8<T>(second, a[step % BuffersOfA][i], b[now][2], b[now][3]);
+          if constexpr (next < FragmentsN) {
+            mma_m16n8<T>(accumulators[WarpProducts - 1][i][next], a[step % BuffersOfA][i], b[now][2], b[now][3]);
+          }
           if (BuffersOfA == 1 && group + 1 == Groups) load_a(a[0][i], stage + a_lane, (step + 1) % Steps, i);
         }
       });
@@ -242,8 +280,42 @@ struct MmaMainloop {
     __syncthreads();  // shared memory is free
   }
 
-  // Writes value(i, j, e) of every accumulated output to (tile_m, tile_n) of an m x n matrix of C, through shared memory, in
-  // vectors of 16 bytes. Rows of `out` begin at multiples of 16 bytes.
+  // Products of the same element, for i below FinishedM.
+  __device__ __forceinline__ float first(int i, int j, int e) const { return accumulators[0][i][j][e]; }
+  __device__ __forceinline__ float second(int i, int j, int e) const {
+    return Apart ? accumulators[0][FinishedM + i][j][e] : accumulators[WarpProducts - 1][i][j][e];
+  }
+
+  // Where products are apart: two warps that have one each of the same elements trade, so that the first has both of the upper
+  // half of the rows, the second of the lower. `shared` holds 4 * TileM * TileN bytes.
+  __device__ __forceinline__ void exchange(void* shared) {
+    if constexpr (Apart) {
+      constexpr int Slots = FinishedM * FragmentsN * 32;
+      const int lane = threadIdx.x % 32;
+      const int warp = threadIdx.x / 32;
+      const int pair = warp / WarpsN * (WarpsN / 2) + warp % (WarpsN / 2);
+      float4* sent = static_cast<float4*>(shared) + pair * 2 * Slots + lane;
+      const auto trade = [&](auto product, auto visit) __attribute__((always_inline)) {
+#pragma unroll
+        for (int i = 0; i < FinishedM; ++i)
+#pragma unroll
+          for (int j = 0; j < FragmentsN; ++j) {
+            visit(accumulators[0][decltype(product)::value == 0 ? FinishedM + i : i][j], (i * FragmentsN + j) * 32);
+          }
+      };
+      const auto give = [&](float (&d)[4], int slot) { sent[slot + warp_product() * Slots] = {d[0], d[1], d[2], d[3]}; };
+      const auto take = [&](float (&d)[4], int slot) {
+        const float4 other = sent[slot + (1 - warp_product()) * Slots];
+        d[0] = other.x, d[1] = other.y, d[2] = other.z, d[3] = other.w;
+      };
+      warp_product() == 0 ? trade(Constant<0>{}, give) : trade(Constant<1>{}, give);
+      __syncthreads();
+      warp_product() == 0 ? trade(Constant<0>{}, take) : trade(Constant<1>{}, take);
+    }
+  }
+
+  // Writes value(i, j, e) of every output that this warp finishes to (tile_m, tile_n) of an m x n matrix of C, through shared
+  // memory, in vectors of 16 bytes. Rows of `out` begin at multiples of 16 bytes.
   template <typename C, typename Value>
   static __device__ __forceinline__ void store(void* shared, C* out, const Operands& x, long long ld, Value value) {
     constexpr int Elements = 16 / sizeof(C);
@@ -251,12 +323,12 @@ struct MmaMainloop {
     C* tile = static_cast<C*>(shared);
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < FragmentsM; ++i)
+    for (int i = 0; i < FinishedM; ++i)
 #pragma unroll
       for (int j = 0; j < FragmentsN; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = warp_row() + i * 16 + half * 8 + lane / 4;
+          const int row = warp_row() + (warp_product() * FinishedM + i) * 16 + half * 8 + lane / 4;
           const int column = warp_column() + j * 8 + lane % 4 * 2;
           const int offset = swizzled<TileN, sizeof(C)>(row, column / Elements) + column % Elements;
           *reinterpret_cast<Pack<C, 2>*>(tile + offset) = {

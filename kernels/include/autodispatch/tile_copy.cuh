@@ -24,8 +24,8 @@ constexpr int power_of_two_below(int x) { return x < 2 ? x : 2 * power_of_two_be
 
 // Calls visit(i, offset, source, bytes) for each chunk that `thread`, one of NumThreads, takes of Rows x Width elements from
 // (row, column) of a matrix of `rows` x `columns` with leading dimension `ld`: the i-th, its offset in the tile, where
-// to read it, and how many bytes lie inside. A thread keeps to one chunk of the width and steps down the rows; a width that
-// is no power of two is taken in parts that are.
+// to read it, and how many bytes lie inside; where these are none, the source may be no address of the matrix. A thread keeps to
+// one chunk of the width and steps down the rows; a width that is no power of two is taken in parts that are.
 template <int Rows, int Width, int NumThreads, bool Pairs = false, int Pitch = Width, int Before = 0, typename T, typename Visit>
 __device__ __forceinline__ void for_each_chunk(int thread, const T* global, long long row, long long column, long long rows,
                                                long long columns, long long ld, Visit visit, int index = 0) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void for_each_chunk(int thread, const T* global, long
   for (int r = 0; r < Rows; r += RowStep) {
     if (Rows % RowStep == 0 || first + r < Rows) {
       const int valid = first + r < inside ? bytes : 0;
-      visit(index + r / RowStep, swizzled<Pitch, sizeof(T), Pairs>(first + r, chunk), valid > 0 ? source : global, valid);
+      visit(index + r / RowStep, swizzled<Pitch, sizeof(T), Pairs>(first + r, chunk), source, valid);
       source += RowStep * ld;
     }
   }

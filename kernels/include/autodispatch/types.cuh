@@ -95,6 +95,17 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+template <bool Holds, typename IfSo, typename Else>
+struct ConditionalType {
+  using type = IfSo;
+};
+template <typename IfSo, typename Else>
+struct ConditionalType<false, IfSo, Else> {
+  using type = Else;
+};
+template <bool Holds, typename IfSo, typename Else>
+using Conditional = typename ConditionalType<Holds, IfSo, Else>::type;
+
 // A number that a generic lambda can take as a constant.
 template <int Value>
 struct Constant {
