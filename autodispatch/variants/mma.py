@@ -39,6 +39,7 @@ _SHAPES = (
 _RING = {64: (4,), 128: (3, 4)}  # stages, by the bytes of k in one
 _DEEP_RING, _DEEP_RING_ROWS = 6, 64  # of 128 bytes, where a tile is small and the job is to read the weights
 _SHORT_RING, _SHORT_RING_TILE = 2, (128, 48)  # of 128 bytes, of 16-bit elements: an SM then has three fused blocks
+_BETWEEN, _FEW_TILES_ROWS = (96, 144), 512  # columns that fill the last round of blocks where there are few rounds
 _TALL = 32  # tile rows, from where on walking 16 of them together can pay
 _REGISTERS = 255
 _OTHER_REGISTERS = 64  # beside accumulators and fragments
@@ -164,7 +165,7 @@ def config_space(
                 lambda c, p, d: d.compute_capability >= (8, 0) or c.tile_n & (c.tile_n - 1) == 0
             ),
             restriction("the registers of a thread")(
-                lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (15 if c.tile_k * p.item_bytes > 64 else 0)
+                lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
             ),
             restriction("six warps, of which an SM has two blocks, for 16-bit elements and 64 bytes of k")(
                 lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and c.tile_k == 32)
@@ -174,6 +175,9 @@ def config_space(
             ),
             restriction("groups of 8 tile rows, or of 16 where there are more than 32 of 128 and more")(
                 lambda c, p, d: c.group_m == 8 or (c.tile_m >= 128 and ceil_div(p.m, c.tile_m) > _TALL)
+            ),
+            restriction("tiles of 96 and 144 columns of both products for up to 512 rows")(
+                lambda c, p, d: p.m <= _FEW_TILES_ROWS or products * c.tile_n not in _BETWEEN
             ),
             restriction("tiles of up to 64 rows for up to 64")(lambda c, p, d: c.tile_m <= 64 or p.m > 64),
             restriction("a grid of fewer than 2^31 blocks")(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X),
