@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autodispatch import heuristics
@@ -18,13 +18,14 @@ from autodispatch.variants import Candidate, Registry
 
 _log = logging.getLogger("autodispatch")
 MAX_BUCKET_DISTANCE = 1.0  # doublings of m between a call and the tuned problem that serves it
+_AGREES, _CLEARLY = 0.05, 0.08  # of a time, by the cost model
 
 
 class Origin(str, Enum):
     """Where a selection came from."""
 
     TUNED = "tuned"  # decided by measurement for exactly this problem
-    BUCKET = "bucket"  # decided for the nearest m, at most a factor 2 away, all else equal
+    BUCKET = "bucket"  # decided for the nearest m, at most a factor 2 away, all else equal, or moved from there
     HEURISTIC = "heuristic"  # fastest by the cost model
     LIBRARY = "library"  # the last resort
     PINNED = "pinned"  # the caller named it
@@ -34,7 +35,8 @@ class Origin(str, Enum):
 class Selection:
     """What was picked for a problem.
 
-    `layer` and `decision` are set for `tuned` and `bucket`; `median_us` is the time measured for the decision's own m.
+    `layer` and `decision` are set for `tuned` and `bucket`; `median_us` is the time measured for the decision's own m,
+    None where the cost model put another candidate in the place of the one that was decided for.
     """
 
     candidate: Candidate
@@ -168,6 +170,8 @@ def stored_selections(
             for record in records:
                 if max_error is None or (record.max_error is not None and record.max_error <= max_error):
                     selection = _usable(decision, record, origin, name, problem, device, registry)
+                    if selection is not None and origin is Origin.BUCKET and max_error is None:
+                        yield from _moved(selection, decision, registry)
                     if selection is not None:
                         yield selection
 
@@ -175,6 +179,30 @@ def stored_selections(
 def _near(store: TuningStore, device_key: str, problem: Problem) -> list[DecisionRecord]:
     factor = 2.0**MAX_BUCKET_DISTANCE
     return store.near_decisions(device_key, problem, problem.m / factor, problem.m * factor)
+
+
+def _moved(near: Selection, decision: DecisionRecord, registry: Registry) -> Iterator[Selection]:
+    """What the cost model puts before the pick of a near m: its own choice, if it agrees with what was measured there
+    and yet expects the pick to take clearly longer here, as where its tiles fill the last round of blocks badly."""
+    problem, device = near.problem, near.device
+
+    def seconds(candidate: Candidate, m: int) -> float:
+        return heuristics.predict(candidate, replace(problem, m=m), device).total
+
+    def fastest(m: int) -> Candidate:
+        at = replace(problem, m=m)
+        return heuristics.rank(registry.candidates(at, device), at, device)[0]
+
+    choice = fastest(problem.m)
+    expected, instead = seconds(near.candidate, problem.m), seconds(choice, problem.m)
+    if expected <= (1 + _CLEARLY) * instead:
+        return
+    if seconds(near.candidate, decision.m) <= (1 + _AGREES) * seconds(fastest(decision.m), decision.m):
+        reason = (
+            f"the cost model, which agrees with the pick at m = {decision.m}, the nearest tuned m ({near.candidate}), "
+            f"expects {instead * 1e6:.1f} us here, and {expected * 1e6:.1f} of that pick"
+        )
+        yield replace(near, candidate=choice, reason=reason, median_us=None)
 
 
 def stored_candidate(

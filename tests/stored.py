@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autodispatch.device import cpu_device, environment
+from autodispatch.device import DeviceInfo, cpu_device, environment
 from autodispatch.problem import Problem
 from autodispatch.records import (
     DecisionRecord,
@@ -18,18 +18,18 @@ CPU = cpu_device()
 PROBLEM = Problem(8, 16, 32, "float32")
 
 
-def begin(store: TuningStore, session: str = "s1", host: str = "h") -> None:
+def begin(store: TuningStore, session: str = "s1", host: str = "h", device: DeviceInfo = CPU) -> None:
     env = EnvironmentRecord.of(environment(CPU))
     record = SessionRecord(
         id=session,
-        device_key=CPU.key,
+        device_key=device.key,
         environment_id=env.id,
         started_at="2026-01-01T00:00:00+00:00",
         host=host,
         command="c",
         protocol_version=1,
     )
-    store.begin_session(DeviceRecord.of(CPU), env, record)
+    store.begin_session(DeviceRecord.of(device), env, record)
 
 
 def measurement(
@@ -59,7 +59,7 @@ def measurement(
 
 def decision(problem: Problem, leader: MeasurementRecord, at: str = "2026-01-01T00:00:00+00:00") -> DecisionRecord:
     return DecisionRecord(
-        device_key=CPU.key,
+        device_key=leader.device_key,
         **problem_fields(problem),
         regime=leader.regime,
         leader=leader.id,

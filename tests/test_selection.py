@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import VARIANTS, Candidate, Registry, Variant
 from tests.fakes import A100, GPUS, H200, FakeVariant, FakeWorkbench, like, registry_of
+from tests.stored import begin, decision, measurement
 
 CPU = cpu_device()
 PROBLEM = Problem(64, 128, 256, "float32")
@@ -78,6 +80,43 @@ def test_the_nearest_m_serves_up_to_a_factor_of_two_and_says_so(store: TuningSto
     assert origin(2048) == (Origin.HEURISTIC, None)
     reason = select(replace(PROBLEM, m=100), CPU, registry(), layers).reason
     assert "at m = 64, the nearest tuned m" in reason
+
+
+def decided(problem: Problem, variant: str, **config: int) -> Layers:
+    """A store in which a config of a variant was found the fastest on an H200, in 41 us."""
+    found = VARIANTS[variant].candidates(problem, H200)
+    leader = next(c for c in found if config.items() <= c.config.__dict__.items())
+    store = TuningStore()
+    begin(store, device=H200)
+    more = {"device_key": H200.key, "regime": "graph-cold", "digest": leader.variant.digest, "max_error": 1e-3}
+    record = measurement(problem, 41.0, variant=variant, config=leader.config.to_json(), **more)
+    store.add_measurement(record)
+    store.set_decision(decision(problem, record))
+    return Layers([("user", store)])
+
+
+def test_a_near_decision_yields_where_the_model_agrees_with_it_and_expects_other_tiles_to_do_better_here() -> None:
+    problem = Problem(512, 8960, 1536, "bfloat16", "nk")
+    wide = {"tile_m": 128, "tile_n": 96, "cooperative": 0}
+    layers = decided(problem, "fused_wgmma", **wide)
+    first, second = itertools.islice(selections(replace(problem, m=384), H200, Registry(), layers), 2)
+    assert [(s.origin, s.decision.m) for s in (first, second) if s.decision] == [(Origin.BUCKET, 512)] * 2
+    assert second.candidate.config.tile_n == 96 and second.median_us == 41.0
+    # 282 tiles of 96 columns take a third round of 132 SMs for the last 18
+    expected = [heuristics.predict(s.candidate, s.problem, H200).total for s in (first, second)]
+    assert expected[1] > 1.08 * expected[0] and first.median_us is None
+    assert "agrees with the pick at m = 512" in first.reason and str(second.candidate) in first.reason
+    same = select(replace(problem, m=500), H200, Registry(), layers)
+    assert (same.candidate, same.median_us) == (second.candidate, 41.0)
+    kept = select(replace(problem, m=384), H200, Registry(), layers, max_error=1.0)
+    assert kept.candidate == second.candidate  # of the other no error is known
+
+
+def test_a_near_decision_stays_where_the_model_does_not_agree_with_it() -> None:
+    problem = Problem(512, 8960, 1536, "bfloat16", "nk")
+    layers = decided(problem, "fused_mma", tile_m=64, tile_n=64)
+    found = select(replace(problem, m=384), H200, Registry(), layers)
+    assert (found.origin, found.candidate.variant.name, found.median_us) == (Origin.BUCKET, "fused_mma", 41.0)
 
 
 def test_of_two_equally_near_m_the_larger_serves(store: TuningStore) -> None:
