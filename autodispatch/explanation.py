@@ -158,8 +158,9 @@ class Explanation:
         if self.gain is not None and self.other_path is not None:
             lines.append(f"  {self.gain:.2f}x the best of the other path ({self.other_path.variant})")
         if self.runner_up is not None and self.runner_up.median_us:
+            at = f" at m = {self.runner_up.m}" if self.distance else ""
             tied = f", {len(self.ties)} tied" if len(self.ties) > 1 else ""
-            lines.append(f"  runner-up: {self.runner_up.variant}, {self.runner_up.median_us:.1f} us{tied}")
+            lines.append(f"  runner-up: {self.runner_up.variant}, {self.runner_up.median_us:.1f} us{at}{tied}")
         if self.expected_regret is not None and s.origin is not Origin.TUNED:
             lines.append(f"  expected regret: {self.expected_regret:.1%}, by the other m that were tuned")
         lines += [f"  {use}" for use in self.uses]
@@ -196,7 +197,7 @@ def explain(
     other = next((r for r in others if paths.get(r.variant, path) != path), None)
     ties = tuple(r for r in records if r.id in selection.decision.ties)
     differences = _differences(store, selection.decision, device)
-    uses = _uses(selection, other, registry)
+    uses = _uses(selection, other if selection.median_us is not None else None, registry)  # both measured, or neither
     return Explanation(selection, copied, others, other, differences, ties, regret, uses)
 
 

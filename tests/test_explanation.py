@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autodispatch import explanation as module
+from autodispatch import heuristics
 from autodispatch.device import DeviceInfo
 from autodispatch.explanation import Use, explain
 from autodispatch.layers import Layers
@@ -18,6 +19,7 @@ from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import VARIANTS, Candidate, Registry
 from tests.fakes import A100, H200, FakeConfig, FakeVariant, FakeWorkbench, like, registry_of
+from tests.stored import decided
 
 PROBLEM = Problem(64, 128, 256, "float16")
 VERSIONS = {
@@ -138,6 +140,17 @@ def test_where_nothing_was_measured_the_model_speaks_for_both_paths(explained: A
     assert {u.path for u in found.uses} == {"fused", "split"}
     assert found.uses[0].candidate == found.selection.candidate
     assert found.distance is None and found.expected_regret is None
+
+
+def test_a_pick_that_the_model_moved_is_compared_by_the_model_alone() -> None:
+    layers = decided(Problem(512, 8960, 1536, "bfloat16", "nk"), "fused_wgmma", tile_m=128, tile_n=96, cooperative=0)
+    problem = Problem(384, 8960, 1536, "bfloat16", "nk")
+    found = explain(problem, H200, Registry(), layers)
+    assert found.selection.origin is Origin.BUCKET and found.selection.median_us is None and found.gain is None
+    assert {u.path for u in found.uses} == {"fused", "split"}
+    for u in found.uses:
+        assert u.time_us == heuristics.predict(u.candidate, problem, H200).total * 1e6
+    assert "runner-up: fused_wgmma, 41.0 us at m = 512" in str(found)
 
 
 def test_the_expected_regret_comes_from_the_other_m_that_were_tuned(

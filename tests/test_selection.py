@@ -20,7 +20,7 @@ from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
 from autodispatch.variants import VARIANTS, Candidate, Registry, Variant
 from tests.fakes import A100, GPUS, H200, FakeVariant, FakeWorkbench, like, registry_of
-from tests.stored import begin, decision, measurement
+from tests.stored import decided
 
 CPU = cpu_device()
 PROBLEM = Problem(64, 128, 256, "float32")
@@ -80,19 +80,6 @@ def test_the_nearest_m_serves_up_to_a_factor_of_two_and_says_so(store: TuningSto
     assert origin(2048) == (Origin.HEURISTIC, None)
     reason = select(replace(PROBLEM, m=100), CPU, registry(), layers).reason
     assert "at m = 64, the nearest tuned m" in reason
-
-
-def decided(problem: Problem, variant: str, **config: int) -> Layers:
-    """A store in which a config of a variant was found the fastest on an H200, in 41 us."""
-    found = VARIANTS[variant].candidates(problem, H200)
-    leader = next(c for c in found if config.items() <= c.config.__dict__.items())
-    store = TuningStore()
-    begin(store, device=H200)
-    more = {"device_key": H200.key, "regime": "graph-cold", "digest": leader.variant.digest, "max_error": 1e-3}
-    record = measurement(problem, 41.0, variant=variant, config=leader.config.to_json(), **more)
-    store.add_measurement(record)
-    store.set_decision(decision(problem, record))
-    return Layers([("user", store)])
 
 
 def test_a_near_decision_yields_where_the_model_agrees_with_it_and_expects_other_tiles_to_do_better_here() -> None:
