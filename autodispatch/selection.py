@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from autodispatch import heuristics
 from autodispatch.device import DeviceInfo
@@ -140,7 +141,8 @@ def stored_selections(
     *,
     strict: bool = False,
 ) -> Iterator[Selection]:
-    """What was tuned for the problem in any layer, then what was for the nearest m: the first of `selections`.
+    """What was tuned for the problem in any layer, then what was for the nearest m, or the cost model moves from there:
+    the first of `selections`.
 
     A store that cannot be read is left out with a warning; if `strict`, it raises StoreError.
     """
@@ -185,24 +187,25 @@ def _moved(near: Selection, decision: DecisionRecord, registry: Registry) -> Ite
     """What the cost model puts before the pick of a near m: its own choice, if it agrees with what was measured there
     and yet expects the pick to take clearly longer here, as where its tiles fill the last round of blocks badly."""
     problem, device = near.problem, near.device
-
-    def seconds(candidate: Candidate, m: int) -> float:
-        return heuristics.predict(candidate, replace(problem, m=m), device).total
-
-    def fastest(m: int) -> Candidate:
-        at = replace(problem, m=m)
-        return heuristics.rank(registry.candidates(at, device), at, device)[0]
-
-    choice = fastest(problem.m)
-    expected, instead = seconds(near.candidate, problem.m), seconds(choice, problem.m)
+    choice, instead = _expected_fastest(problem, device, registry)
+    expected = heuristics.predict(near.candidate, problem, device).total
     if expected <= (1 + _CLEARLY) * instead:
         return
-    if seconds(near.candidate, decision.m) <= (1 + _AGREES) * seconds(fastest(decision.m), decision.m):
+    there = replace(problem, m=decision.m)
+    _, best = _expected_fastest(there, device, registry)
+    if heuristics.predict(near.candidate, there, device).total <= (1 + _AGREES) * best:
         reason = (
             f"the cost model, which agrees with the pick at m = {decision.m}, the nearest tuned m ({near.candidate}), "
             f"expects {instead * 1e6:.1f} us here, and {expected * 1e6:.1f} of that pick"
         )
         yield replace(near, candidate=choice, reason=reason, median_us=None)
+
+
+@lru_cache(maxsize=10_000)
+def _expected_fastest(problem: Problem, device: DeviceInfo, registry: Registry) -> tuple[Candidate, float]:
+    """The cost model's choice and its seconds; ranking all candidates takes some milliseconds."""
+    choice = heuristics.rank(registry.candidates(problem, device), problem, device)[0]
+    return choice, heuristics.predict(choice, problem, device).total
 
 
 def stored_candidate(

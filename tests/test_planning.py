@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autodispatch import planning, worker
+from autodispatch import planning, selection, worker
 from autodispatch.benchmark import CpuWorkbench
 from autodispatch.device import cpu_device
 from autodispatch.dispatcher import Dispatcher
@@ -30,8 +30,9 @@ from autodispatch.selection import Origin
 from autodispatch.settings import Settings
 from autodispatch.store import TuningStore
 from autodispatch.tuner import Tuner
-from autodispatch.variants import VARIANTS, Candidate
+from autodispatch.variants import VARIANTS, Candidate, Registry
 from tests import stored
+from tests.fakes import FakeVariant
 
 CPU = cpu_device()
 PROBLEM = Problem(24, 40, 32, "float32")
@@ -68,6 +69,24 @@ def test_what_another_connection_tuned_is_served_without_a_restart(tmp_path: Pat
     d.run(*ARGUMENTS)
     assert before == {"heuristic": 1, "tuned": 0}
     assert d.counters().calls == {"heuristic": 1, "tuned": 1}
+    d.close()
+
+
+def test_where_a_moved_pick_does_not_build_the_near_one_serves_even_strictly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = FakeVariant("broken", speeds=(0,), build_error="an #error")
+    registry = Registry({**VARIANTS, "broken": broken})
+    moved = Candidate(broken, broken.default(PROBLEM, CPU))
+    monkeypatch.setattr(
+        selection, "_moved", lambda near, decision, registry: iter([replace(near, candidate=moved, median_us=None)])
+    )
+    tune(tmp_path / "t.db")
+    d = Dispatcher(Settings(tmp_path / "t.db", strict=True), registry=registry)
+    near = replace(PROBLEM, m=30)
+    ready = d.planner.make_ready(near, CPU, None, None)
+    assert ready.selection.origin is Origin.BUCKET and ready.selection.median_us is not None
+    assert ready.selection.candidate.variant is not broken and d.counters().fallbacks == 1
     d.close()
 
 

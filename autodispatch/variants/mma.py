@@ -39,7 +39,7 @@ _SHAPES = (
 _RING = {64: (4,), 128: (3, 4)}  # stages, by the bytes of k in one
 _DEEP_RING, _DEEP_RING_ROWS = 6, 64  # of 128 bytes, where a tile is small and the job is to read the weights
 _SHORT_RING, _SHORT_RING_TILE = 2, (128, 48)  # of 128 bytes, of 16-bit elements: an SM then has three fused blocks
-_BETWEEN, _FEW_TILES_ROWS = (96, 144), 512  # columns that fill the last round of blocks where there are few rounds
+_BETWEEN, _MANY_ROUNDS_ROWS = (96, 144), 1024  # columns that fill the last round of blocks, where rounds are few
 _TALL = 32  # tile rows, from where on walking 16 of them together can pay
 _REGISTERS = 255
 _OTHER_REGISTERS = 64  # beside accumulators and fragments
@@ -74,7 +74,7 @@ class MmaConfig(Config):
         twice a stage on its way."""
         accumulators = products * self.tile_m * self.tile_n // self.threads
         fragments = 4 * max(4, self.tile_m // self.warps_m // 16) + 8
-        groups = products * self.tile_n // self.warps_n // 16 if problem.layout == "kn" else 0
+        groups = ceil_div(products * self.tile_n // self.warps_n, 16) if problem.layout == "kn" else 0
         places = groups * (2 if problem.item_bytes == 2 else 6)
         staged = 0
         if device.compute_capability < (8, 0):
@@ -176,8 +176,8 @@ def config_space(
             restriction("groups of 8 tile rows, or of 16 where there are more than 32 of 128 and more")(
                 lambda c, p, d: c.group_m == 8 or (c.tile_m >= 128 and ceil_div(p.m, c.tile_m) > _TALL)
             ),
-            restriction("tiles of 96 and 144 columns of both products for up to 512 rows")(
-                lambda c, p, d: p.m <= _FEW_TILES_ROWS or products * c.tile_n not in _BETWEEN
+            restriction("tiles of 96 and 144 columns of both products for fewer than 1024 rows")(
+                lambda c, p, d: p.m < _MANY_ROUNDS_ROWS or products * c.tile_n not in _BETWEEN
             ),
             restriction("tiles of up to 64 rows for up to 64")(lambda c, p, d: c.tile_m <= 64 or p.m > 64),
             restriction("a grid of fewer than 2^31 blocks")(lambda c, p, d: 2 * c.tiles(p) <= MAX_GRID_X),
