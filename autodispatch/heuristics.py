@@ -152,6 +152,9 @@ def _predict_wgmma(
     memory *= 1.0 if aligned == _LINE_BYTES else _SPLIT_LINES_COST
     launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     if small:
+        last = work.blocks % (device.sm_count * _blocks_per_sm(work, device))
+        if last < work.blocks:  # behind whole rounds a last one of few blocks takes all its time, and draws few bytes
+            memory += max(0.0, arithmetic * ceil_div(last, device.sm_count) / rounds - memory * last / work.blocks)
         l2 = rounds * tile_bytes / l2_rate
         launches += _ONE_WAVE_S if rounds == 1 else 0.0
         launches -= _FEW_ROWS_KN_START_S if _is_few_rows_kn(work, problem) else 0.0

@@ -142,7 +142,8 @@ def test_where_nothing_was_measured_the_model_speaks_for_both_paths(explained: A
     assert found.distance is None and found.expected_regret is None
 
 
-def test_a_pick_that_the_model_moved_is_compared_by_the_model_alone() -> None:
+def test_a_pick_that_the_model_moved_is_compared_by_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "environment", lambda device: VERSIONS)
     layers = decided(Problem(512, 8960, 1536, "bfloat16", "nk"), "fused_wgmma", tile_m=128, tile_n=96, cooperative=0)
     problem = Problem(384, 8960, 1536, "bfloat16", "nk")
     found = explain(problem, H200, Registry(), layers)
