@@ -1,9 +1,7 @@
-"""What happens beside the calls: reloads, tuning in the background, pins, strictness, bounds on the error, counters."""
+"""What serves a problem, and what happens beside its calls: reloads, tunings, pins, strictness, bounds on the error."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,7 +142,7 @@ def test_the_background_tunes_while_no_call_waits_and_the_winner_is_swapped_in(
     d.close()
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, gate: threading.Event | None = None) -> list[int]:
+def tunings(monkeypatch: pytest.MonkeyPatch, gate: threading.Event | None = None) -> list[int]:
     """The values of m that are tuned from now on, by a tuning that only stores a decision, when the gate is open."""
     tuned: list[int] = []
 
@@ -162,7 +159,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, gate: threading.Event | None = None
 
 
 def test_many_values_of_m_cost_one_tuning_per_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = decided(monkeypatch)
+    tuned = tunings(monkeypatch)
     d = Dispatcher(Settings(tmp_path / "t.db", mode="tune", reload_s=0))
     for m in range(1, 300):
         d.run(np.ones((m, 32), np.float32), *ARGUMENTS[1:])
@@ -176,7 +173,7 @@ def test_what_the_background_tuned_for_one_m_serves_those_near_it_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    tuned = decided(monkeypatch, gate)
+    tuned = tunings(monkeypatch, gate)
     d = Dispatcher(Settings(tmp_path / "t.db", mode="background", reload_s=0))
     for m in (24, 25, 30, 100):
         d.run(np.ones((m, 32), np.float32), *ARGUMENTS[1:])
@@ -297,128 +294,3 @@ def test_what_a_read_only_database_of_the_settings_holds_is_served_and_not_writt
     assert (found.origin, found.layer) == (Origin.TUNED, str(tmp_path / "other.db"))
     assert (tmp_path / "other.db").read_bytes() == before
     assert TuningStore(tmp_path / "t.db").misses()[0]["m"] == 3
-
-
-def test_compiles_count_the_kernels_that_a_first_call_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = 0
-    whole = Candidate.executable
-
-    def building(self: Candidate, *arguments: Any) -> Any:
-        nonlocal kernels
-        kernels += 2
-        return whole(self, *arguments)
-
-    monkeypatch.setattr(planning, "number_of_kernels", lambda: kernels)
-    monkeypatch.setattr(Candidate, "executable", building)
-    d = Dispatcher(Settings(tmp_path / "t.db"))
-    for _ in range(3):
-        d.run(*ARGUMENTS)
-    assert d.counters().compiles == 2
-    d.close()
-
-
-def test_counters_tell_copies_misses_and_calls(tmp_path: Path) -> None:
-    d = Dispatcher(Settings(tmp_path / "t.db"))
-    a, b1, b2 = ARGUMENTS
-    for _ in range(3):
-        d.run(a[::-1], b1, b2)
-    found = d.counters()
-    assert (found.copies, found.misses, sum(found.calls.values())) == (3, 1, 3)
-    d.close()
-    assert sum(d.counters().calls.values()) == 0
-
-
-def test_prometheus_collects_the_counters(tmp_path: Path) -> None:
-    prometheus_client = pytest.importorskip("prometheus_client")
-    from autodispatch import prometheus
-
-    d = Dispatcher(Settings(tmp_path / "t.db"))
-    registry = prometheus_client.CollectorRegistry()
-    prometheus.register(d, registry)
-    for _ in range(4):
-        d.run(*ARGUMENTS)
-    assert registry.get_sample_value("autodispatch_calls_total", {"origin": "heuristic"}) == 4
-    assert registry.get_sample_value("autodispatch_misses_total") == 1
-    d.close()
-
-
-FORKED = """
-import os, sys, threading
-import numpy as np
-from pathlib import Path
-from autodispatch import Dispatcher, Settings
-
-d = Dispatcher(Settings(Path(sys.argv[1])))
-arrays = [np.ones(s, np.float32) for s in ((24, 32), (32, 40), (32, 40))]
-d.run(*arrays)
-d._lock.acquire()  # as by another thread in the moment of the fork
-child = os.fork()
-if child == 0:
-    same = bool((d.run(*arrays) == d.run(*arrays, candidate="cpu_split")).all())
-    os._exit(0 if same else 1)
-d._lock.release()
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-def test_a_forked_process_begins_anew_and_does_not_hang(tmp_path: Path) -> None:
-    script = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path / "t.db")]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_process_forked_from_one_that_used_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autodispatch import device
-    from autodispatch.errors import DeviceError
-
-    monkeypatch.setattr(device, "_is_forked", True)
-    with pytest.raises(DeviceError, match="'spawn'"):
-        device.cuda_device(0)
-    with pytest.raises(DeviceError, match="'spawn'"):
-        device.default_device()  # and not the CPU, silently
-
-
-@pytest.mark.parametrize("is_child", [False, True])
-def test_a_child_of_a_process_that_used_cuda_otherwise_says_so_too(
-    monkeypatch: pytest.MonkeyPatch, is_child: bool
-) -> None:
-    from autodispatch import device
-    from autodispatch.errors import DeviceError
-
-    class NotInitializedError(RuntimeError):
-        status = 3
-
-    def call(*_: int) -> None:
-        raise NotInitializedError("cudaErrorInitializationError: initialization error")
-
-    runtime = SimpleNamespace(getDeviceCount=call, getDeviceProperties=call)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(device, "import_cupy", lambda: cupy)
-    monkeypatch.setattr(device, "_is_child", is_child)
-    for use in (device.default_device, lambda: device.cuda_device(7)):
-        with (
-            contextlib.nullcontext()
-            if use is device.default_device and not is_child
-            else pytest.raises(DeviceError, match="'spawn'" if is_child else "must be usable")
-        ):
-            assert use() == CPU
-
-
-def test_one_line_per_new_key_is_logged_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    d = Dispatcher(Settings(tmp_path / "t.db"))
-    with caplog.at_level(logging.DEBUG, "autodispatch"):
-        for _ in range(3):
-            d.run(*ARGUMENTS)
-    lines = [r for r in caplog.records if r.levelno == logging.DEBUG and "24,40,32 float32 kn on" in r.getMessage()]
-    assert len(lines) == 1
-    d.close()
-
-
-@pytest.mark.parametrize(("level", "heard"), [("debug", True), ("error", False)])
-def test_the_log_setting_writes_lines_to_standard_error(tmp_path: Path, level: str, heard: bool) -> None:
-    code = "import numpy as np; from autodispatch import run; x = np.ones((4, 4), np.float32); run(x, x, x)"
-    env = {**os.environ, "AUTODISPATCH_LOG": level, "AUTODISPATCH_DB": str(tmp_path / "t.db")}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert ("autodispatch DEBUG 4,4,4 float32 kn on" in result.stderr) is heard
-    assert ("is not tuned on" in result.stderr) is heard
