@@ -129,8 +129,9 @@ def _predict_wgmma(
 ) -> Estimate:
     """A kernel that keeps the tensor cores busy: whole rounds of tiles at their peak, and a fixed part for the first
     bytes and the last store. Where a persistent one streams the weights, SMs without a tile cost bandwidth, by the
-    square root of their share; where tiles are small, L2 feeds them. A cooperative tile's store is not hidden. Of
-    several small blocks per SM, what counts is the SM that has most of them to feed.
+    square root of their share; where tiles are small, L2 feeds them, and a last round of few blocks leaves bandwidth
+    unused. A cooperative tile's store is not hidden. Of several small blocks per SM, what counts is the SM that has
+    most of them to feed.
     """
     rounds = ceil_div(work.blocks, device.sm_count)
     small = work.unit is Unit.WGMMA_SMALL
@@ -153,7 +154,7 @@ def _predict_wgmma(
     launches = (work.launches - 1) * LAUNCH_S + _WGMMA_FIXED_CYCLES / clock
     if small:
         last = work.blocks % (device.sm_count * _blocks_per_sm(work, device))
-        if last < work.blocks:  # behind whole rounds a last one of few blocks takes all its time, and draws few bytes
+        if last < work.blocks:  # behind whole rounds the last one takes all its time, however few bytes it draws
             memory += max(0.0, arithmetic * ceil_div(last, device.sm_count) / rounds - memory * last / work.blocks)
         l2 = rounds * tile_bytes / l2_rate
         launches += _ONE_WAVE_S if rounds == 1 else 0.0

@@ -172,10 +172,11 @@ def stored_selections(
             for record in records:
                 if max_error is None or (record.max_error is not None and record.max_error <= max_error):
                     selection = _usable(decision, record, origin, name, problem, device, registry)
-                    if selection is not None and origin is Origin.BUCKET and max_error is None:
-                        yield from _moved(selection, decision, registry)
-                    if selection is not None:
-                        yield selection
+                    if selection is None:
+                        continue
+                    if origin is Origin.BUCKET and max_error is None:
+                        yield from _moved(selection, decision.m, registry)
+                    yield selection
 
 
 def _near(store: TuningStore, device_key: str, problem: Problem) -> list[DecisionRecord]:
@@ -183,19 +184,19 @@ def _near(store: TuningStore, device_key: str, problem: Problem) -> list[Decisio
     return store.near_decisions(device_key, problem, problem.m / factor, problem.m * factor)
 
 
-def _moved(near: Selection, decision: DecisionRecord, registry: Registry) -> Iterator[Selection]:
-    """What the cost model puts before the pick of a near m: its own choice, if it agrees with what was measured there
-    and yet expects the pick to take clearly longer here, as where its tiles fill the last round of blocks badly."""
+def _moved(near: Selection, m: int, registry: Registry) -> Iterator[Selection]:
+    """What the cost model puts before a pick that was tuned for m: its own choice, if it agrees with what was measured
+    there and yet expects the pick to take clearly longer here, as where its tiles fill the last round badly."""
     problem, device = near.problem, near.device
     choice, instead = _expected_fastest(problem, device, registry)
     expected = heuristics.predict(near.candidate, problem, device).total
     if expected <= (1 + _CLEARLY) * instead:
         return
-    there = replace(problem, m=decision.m)
+    there = replace(problem, m=m)
     _, best = _expected_fastest(there, device, registry)
     if heuristics.predict(near.candidate, there, device).total <= (1 + _AGREES) * best:
         reason = (
-            f"the cost model, which agrees with the pick at m = {decision.m}, the nearest tuned m ({near.candidate}), "
+            f"the cost model, which agrees with the pick at m = {m}, the nearest tuned m ({near.candidate}), "
             f"expects {instead * 1e6:.1f} us here, and {expected * 1e6:.1f} of that pick"
         )
         yield replace(near, candidate=choice, reason=reason, median_us=None)

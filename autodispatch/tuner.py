@@ -346,7 +346,7 @@ class Tuner:
         candidates = [r.candidate for r in screened]
         with self._counted("finals"):
             outcomes = self._runner.finals(candidates, benchmark.FINAL_ROUNDS, deadline)
-        finalists, records = [], {}
+        played, records = [], {}
         for before, outcome in zip(screened, outcomes, strict=True):
             candidate = before.candidate
             if outcome.timing is None:  # as it would have been found when it was screened
@@ -358,11 +358,11 @@ class Tuner:
             error = before.check.relative_error or 0.0
             samples = outcome.timing.samples
             places = (candidate == incumbent, candidate == default)
-            finalists.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
-        if not finalists:
+            played.append(Finalist(key, samples, error, outcome.workspace_bytes, *places))
+        if not played:
             reasons = "; ".join(f"{c}: {o.check.status}" for c, o in zip(candidates, outcomes, strict=True))
             raise AutodispatchError(f"some candidate must come through the finals of {problem} (got none: {reasons})")
-        verdict = decide(finalists)
+        verdict = decide(played)
         complete = complete and len(verdict.pick.samples) == benchmark.FINAL_ROUNDS
         # on a processor, whose wall clock counts all that runs beside, such a change says nothing
         steady = self._device.kind == "cpu" or drift(verdict.pick.samples) <= STEADY

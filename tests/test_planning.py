@@ -76,7 +76,7 @@ def test_where_a_moved_pick_does_not_build_the_near_one_serves_even_strictly(
     registry = Registry({**VARIANTS, "broken": broken})
     moved = Candidate(broken, broken.default(PROBLEM, CPU))
     monkeypatch.setattr(
-        selection, "_moved", lambda near, decision, registry: iter([replace(near, candidate=moved, median_us=None)])
+        selection, "_moved", lambda near, m, registry: iter([replace(near, candidate=moved, median_us=None)])
     )
     tune(tmp_path / "t.db")
     d = Dispatcher(Settings(tmp_path / "t.db", strict=True), registry=registry)
