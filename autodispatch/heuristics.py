@@ -11,8 +11,9 @@ were measured on an H200; they are properties of the kernels more than of the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from autodispatch.device import DeviceInfo
 from autodispatch.launch import ceil_div
@@ -85,8 +86,9 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
     if work.unit in (Unit.DECODE, Unit.GEMV):
         return _predict_stream(work, problem, device, clock, bandwidth)
     per_sm = ceil_div(work.blocks, device.sm_count)
+    rounds = work.blocks // device.sm_count + work.tail if work.tail else per_sm
     tile_flops = 2.0 * work.products * work.tile_m * work.tile_n * problem.k
-    arithmetic = per_sm * tile_flops / (_flops_per_clock(work, problem, device) * clock)
+    arithmetic = rounds * tile_flops / (_flops_per_clock(work, problem, device) * clock)
     reads = work.blocks * (work.tile_m + work.products * work.tile_n) * problem.k * problem.item_bytes
     active = min(work.blocks, device.sm_count)
     l2 = reads / (_L2_BYTES_PER_CLOCK_AND_SM * clock * active)
@@ -203,6 +205,14 @@ def _crossing(candidate: Candidate, problem: Problem, device: DeviceInfo, bandwi
 def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) -> list[Candidate]:
     """The candidates, fastest by the model first; equal ones in the order of their keys."""
     return sorted(candidates, key=lambda c: (predict(c, problem, device).total, c.key))
+
+
+def near_best(
+    ranked: Sequence[Candidate], factor: float, problem: Problem, device: DeviceInfo
+) -> Iterator[Candidate]:
+    """Of candidates by rank, those expected to take at most `factor` times the first one's time."""
+    most = factor * predict(ranked[0], problem, device).total if ranked else 0.0
+    return takewhile(lambda c: predict(c, problem, device).total <= most, ranked)
 
 
 def waves(work: Work, device: DeviceInfo) -> float:

@@ -33,7 +33,7 @@ Alignment = Annotated[
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda:INDEX.")]
 Database = Annotated[Path | None, typer.Option("--database", help="The tuning database; default $AUTODISPATCH_DB.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Effort = Annotated[str, typer.Option("--effort", help="quick tries likely winners, full every legal candidate.")]
+Effort = Annotated[str, typer.Option("--effort", help="quick tries likely winners, full all that may win.")]
 
 
 def problems_of(

@@ -39,6 +39,7 @@ _log = logging.getLogger("autodispatch")
 _LASTING = {"compile_failed", "launch_failed", "wrong_result", "out_of_bounds", "timeout", "crashed"}
 _QUICK_PER_PATH = 14
 _QUICK_PER_TILE = 3  # of those
+_FULL_WITHIN = 2.0  # times the best by the model
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class Tuner:
     def tune(self, problem: Problem, *, effort: str = "quick", budget_s: float | None = None) -> DecisionRecord:
         """Measures the candidates of a problem, stores every measurement as it is made, and stores the decision.
 
-        `effort` "quick" tries the defaults and the likely winners of each path, "full" everything legal. When
-        `budget_s` seconds are over the candidate that is being timed is left, and the rounds of the finals end; what
-        was finished is decided on, and the next tuning goes on from there. One step is done in any case: a candidate,
-        or, where all were tried, the finals.
+        `effort` "quick" tries the defaults and the likely winners of each path, "full" also all that the cost model
+        expects to take at most twice the time of its best. When `budget_s` seconds are over the candidate that is
+        being timed is left, and the rounds of the finals end; what was finished is decided on, and the next tuning goes
+        on from there. One step is done in any case: a candidate, or, where all were tried, the finals.
         Where another process tuned the problem while this one waited for the device, its decision is taken.
 
         Raises UnsupportedProblemError for a problem without work, AutodispatchError if no candidate was right.
@@ -244,10 +245,9 @@ class Tuner:
     def shortlist(self, problem: Problem, effort: str) -> list[Candidate]:
         """The candidates to try, likely winners first: always each variant's default and the library."""
         ranked = heuristics.rank(self._registry.candidates(problem, self._device), problem, self._device)
+        kept = set(self._registry.defaults(problem, self._device))
         if effort == "full":
-            return ranked
-        defaults = self._registry.defaults(problem, self._device)
-        kept = set(defaults)
+            kept.update(heuristics.near_best(ranked, _FULL_WITHIN, problem, self._device))
         chosen: Counter[tuple[object, ...]] = Counter()
         for candidate in ranked:
             path, tile = (candidate.variant.path,), candidate.tile

@@ -57,7 +57,8 @@ class Work(NamedTuple):
 
     A block goes through k in `steps`, and reads the weights in contiguous pieces of `row_bytes`; 0 steps and a whole
     line where nothing is known. `loaded_n` are the columns it reads, where these are more than tile_n; `stages` are
-    those of its ring, and `sharers` the blocks that share a tile's k.
+    those of its ring, and `sharers` the blocks that share a tile's k. Where blocks beyond whole rounds are cut into small
+    ones, `tail` is the share of a round that these take.
     """
 
     unit: Unit
@@ -73,6 +74,7 @@ class Work(NamedTuple):
     loaded_n: int = 0
     stages: int = 0
     sharers: int = 1
+    tail: float = 0.0
 
 
 class Executable(ABC):

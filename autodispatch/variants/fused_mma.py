@@ -2,33 +2,100 @@
 
 from __future__ import annotations
 
-from autodispatch.config import Config
+from dataclasses import dataclass
+from typing import Any
+
+from autodispatch.compiler import KernelSpec
+from autodispatch.config import Config, Restriction
 from autodispatch.device import DeviceInfo
-from autodispatch.launch import LaunchConfig
-from autodispatch.problem import Problem
+from autodispatch.launch import LaunchConfig, ceil_div, size
+from autodispatch.problem import Operands, Problem
 from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.executables import FusedExecutable
 from autodispatch.variants.mma import REQUIREMENTS, MmaConfig, config_space, starting_tile
 
 
-def _shared_bytes(config: MmaConfig, problem: Problem) -> int:
+_TAIL_M = (0, 32, 64)
+_WITH_TAIL = ((64, 64), (128, 64))  # tiles of four warps, two by two
+_MAX_ROUNDS = 8  # of whole tiles; beyond it a last one of few costs little
+_BOTH_HALVES_COST, _QUARTER_ROWS_COST = 0.5, 0.35  # of a round of whole tiles: tails of half the rows, or of fewer
+
+
+@dataclass(frozen=True)
+class FusedMmaConfig(MmaConfig):
+    """Tunables of fused_mma; with `tail_m` the last tiles, which do not fill a round of the SMs, are cut into tiles of
+    that many rows and half the columns."""
+
+    tail_m: int
+
+    def whole_columns(self, problem: Problem, device: DeviceInfo) -> int:
+        """How many columns of tiles are computed whole."""
+        tiles_m, tiles_n = ceil_div(problem.m, self.tile_m), ceil_div(problem.n, self.tile_n)
+        if not self.tail_m:
+            return tiles_n
+        return self.tiles(problem) // device.sm_count * device.sm_count // tiles_m
+
+    def tail_blocks(self, problem: Problem, device: DeviceInfo) -> int:
+        """The blocks that compute small tiles."""
+        if not self.tail_m:
+            return 0
+        columns = ceil_div(problem.n, self.tile_n // 2) - 2 * self.whole_columns(problem, device)
+        return ceil_div(problem.m, self.tail_m) * max(0, columns)
+
+
+def _shared_bytes(config: FusedMmaConfig, problem: Problem) -> int:
     return config.shared_bytes(2, problem.item_bytes, problem.item_bytes)
+
+
+def _tail_pays(config: FusedMmaConfig, problem: Problem, device: DeviceInfo) -> bool:
+    return not config.tail_m or (
+        (config.tile_m, config.tile_n) in _WITH_TAIL
+        and (config.warps_m, config.warps_n) == (2, 2)
+        and config.tail_m < config.tile_m
+        and problem.item_bytes == 2
+        and device.compute_capability >= (8, 0)
+        and device.sm_count <= config.tiles(problem) <= _MAX_ROUNDS * device.sm_count
+        and 0 < config.tail_blocks(problem, device) <= device.sm_count
+    )
 
 
 class FusedMma(Variant):
     name = "fused_mma"
     path = FUSED
     kind = "cuda"
-    space = config_space(2, MmaConfig, _shared_bytes, {})
+    space = config_space(
+        2,
+        FusedMmaConfig,
+        _shared_bytes,  # type: ignore[arg-type]
+        {"tail_m": _TAIL_M},
+        Restriction(_tail_pays, "a tail of at most one small tile per SM, in tiles of 64 or 128 x (2 x 64)"),
+    )
     requirements = REQUIREMENTS
     sources = ("fused_mma",)
 
     def default(self, problem: Problem, device: DeviceInfo) -> Config:
-        return MmaConfig(**starting_tile(problem, 2, device))
+        return FusedMmaConfig(**starting_tile(problem, 2, device), tail_m=0)
 
-    def work(self, config: MmaConfig, problem: Problem) -> Work:
-        return config.work(problem, 2, _shared_bytes(config, problem))
+    def work(self, config: FusedMmaConfig, problem: Problem) -> Work:
+        work = config.work(problem, 2, _shared_bytes(config, problem))
+        cost = _BOTH_HALVES_COST if 2 * config.tail_m >= config.tile_m else _QUARTER_ROWS_COST
+        return work._replace(tail=cost) if config.tail_m else work
 
-    def executable(self, config: MmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
-        launch = LaunchConfig((config.tiles(problem), 1), config.threads, _shared_bytes(config, problem))
-        return FusedExecutable(self.spec(config, problem), launch, problem, device)
+    def executable(self, config: FusedMmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
+        columns = config.whole_columns(problem, device)
+        blocks = ceil_div(problem.m, config.tile_m) * columns + config.tail_blocks(problem, device)
+        launch = LaunchConfig((blocks, 1), config.threads, _shared_bytes(config, problem))
+        return FusedMmaExecutable(self.spec(config, problem), launch, problem, device, columns)
+
+
+class FusedMmaExecutable(FusedExecutable):
+    """A fused kernel that is told besides how many columns of tiles are whole."""
+
+    def __init__(
+        self, spec: KernelSpec, launch: LaunchConfig, problem: Problem, device: DeviceInfo, columns: int
+    ) -> None:
+        super().__init__(spec, launch, problem, device)
+        self._columns = size(columns)
+
+    def arguments(self, operands: Operands) -> tuple[Any, ...]:
+        return (*super().arguments(operands), self._columns)

@@ -1,4 +1,4 @@
-// The main loop of the tensor-core kernels: TileM x TileN of NumProducts products that share `a`, accumulated in fp32.
+// The main loop of the tensor-core kernels: TileM x TileN of one or two products that share `a`, accumulated in fp32.
 // T is f16, bf16, or float, of which the products are tf32.
 //
 // A stage of shared memory holds TileK of k: a as [TileM][TileK], then each weight as [TileN][TileK] (nk) or
@@ -39,6 +39,7 @@ constexpr int blocks_per_sm(int threads, int registers, int shared_bytes) {
 template <typename T, WeightLayout Layout, int TileM, int TileN, int TileK, int NumStages, int WarpsM, int WarpsN,
           int NumProducts>
 struct MmaMainloop {
+  static constexpr int TileElements = TileM * TileN;
   static constexpr int NumThreads = WarpsM * WarpsN * 32;
   static constexpr int WarpM = TileM / WarpsM;
   static constexpr bool Apart = NumProducts == 2 && WarpsN % 2 == 0 && TileN % (8 * WarpsN) != 0;
@@ -59,6 +60,7 @@ struct MmaMainloop {
   static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
   static constexpr int Registers = WarpProducts * FragmentsM * FragmentsN * 4 + (NumProducts == 2 && sizeof(T) == 2 ? 72 : 80);
   static constexpr int BlocksPerSm = blocks_per_sm(NumThreads, Registers, NumStages * StageBytes);
+  static constexpr int WeightsAt = Layout == nk && Steps * Groups > 2 ? 1 : 0;  // the group behind which a stage's weights are copied
   static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
 
   static_assert(WarpM % 16 == 0, "TileM must be a multiple of 16 * WarpsM");
@@ -94,9 +96,9 @@ struct MmaMainloop {
     // Whether all rows and columns of the tile lie inside the operands.
     __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
 
-    // The next stage, which lies inside the operands.
-    __device__ __forceinline__ void fetch(T* stage) {
-      a.fetch(stage, x.lda, TileK);
+    // The next stage, which lies inside the operands: `a`, then the weights.
+    __device__ __forceinline__ void fetch_a(T* stage) { a.fetch(stage, x.lda, TileK); }
+    __device__ __forceinline__ void fetch_b(T* stage) {
 #pragma unroll
       for (int p = 0; p < NumProducts; ++p) {
         b[p].fetch(stage + TileM * TileK + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p]);
@@ -194,7 +196,8 @@ struct MmaMainloop {
     for (int s = 0; s < NumStages - 1; ++s) {
       T* target = shared + s * StageElements;
       if (fetched < whole_stages) {
-        loader.fetch(target);
+        loader.fetch_a(target);
+        loader.fetch_b(target);
         loader.put(target);
       } else if (fetched < stages) {
         loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
@@ -244,14 +247,12 @@ struct MmaMainloop {
             for (int i = 0; i < FragmentsM; ++i) load_a(a[(step + 1) % 2][i], stage + a_lane, (step + 1) % Steps, i);
           }
         }
-        if constexpr (index == 0) {
-          if constexpr (Whole) {
-            loader.fetch(target);
-          } else if (more) {
-            loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
-          }
-          copy_commit();
+        if constexpr (Whole && index == 0) loader.fetch_a(target);
+        if constexpr (Whole && index == WeightsAt) loader.fetch_b(target);
+        if (!Whole && index == WeightsAt && more) {
+          loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
         }
+        if (index == WeightsAt) copy_commit();
         if (group == 0) {
 #pragma unroll
           for (int i = 0; i < FragmentsM; ++i) round_fragment<T>(a[step % BuffersOfA][i]);
