@@ -35,6 +35,7 @@ def specs(name: str, device: DeviceInfo, *, all_forms: bool, every: bool = False
         problem = replace(BASE, dtype=dtype, layout=layout, math="fast" if dtype == "bfloat16" else "exact")
         some = [replace(problem, m=m) for m in (1, 2, 8, 16, 32, 64, 150, 400, BASE.m)]
         some.append(replace(problem, m=64, n=256))  # so narrow that blocks share k
+        some += [replace(problem, m=m, n=(device.sm_count + 4) * 64) for m in (64, 128)]  # with a tail of few tiles
         built = (variant.spec(c.config, problem) for p in some for c in variant.candidates(p, device))  # type: ignore[attr-defined]
         instances = list(dict.fromkeys(built))
         usable = [f for f in FORMS if not variant.unmet(replace(BASE, m=1, dtype=f[0], layout=f[1]), device)]
@@ -42,7 +43,8 @@ def specs(name: str, device: DeviceInfo, *, all_forms: bool, every: bool = False
     found = list(dict.fromkeys(found))
     share = SHARES.get(device.compute_capability, 8)
     shared_k = [s for s in found if dict(s.values).get("ClusterK", 1) > 1]
-    return found if every else list(dict.fromkeys((*found[::share], *shared_k[::2])))
+    tails = [s for s in found if dict(s.values).get("TailM", 0)]
+    return found if every else list(dict.fromkeys((*found[::share], *shared_k[::2], *tails[::2])))
 
 
 def assert_builds_cleanly(all_specs: list[KernelSpec], device: DeviceInfo) -> None:
