@@ -30,6 +30,11 @@ _STEP_CYCLES = 440.0  # one turn of a main loop by mma.sync that waits for its d
 _L2_BYTES_PER_CLOCK_AND_SM = 48.0
 _BLOCK_BARRIER_S = 3.5e-6  # what they lose to a kernel that streams, where memory is the bound
 
+# kernels by mma.sync, of their best: two blocks per SM of four warps with 64 x 64 outputs of both products
+_MMA_WARP_TILE, _MMA_WARP_TILE_POWER = 4096, 0.37
+_MMA_WARPS_PER_SM, _MMA_WARPS_POWER = 8, 0.25
+_MMA_ONE_BLOCK, _MMA_SHORT_STAGES, _MMA_TRADED = 0.9, 0.92, 0.84
+
 # kernels that stream the weights
 _STREAM_L2_BYTES_PER_CLOCK_AND_SM = 32.0  # into the busiest SM, where the rows of a come again for every block
 _STREAM_FLOPS_PER_CLOCK = 450.0  # of one SM
@@ -207,9 +212,7 @@ def rank(candidates: Iterable[Candidate], problem: Problem, device: DeviceInfo) 
     return sorted(candidates, key=lambda c: (predict(c, problem, device).total, c.key))
 
 
-def near_best(
-    ranked: Sequence[Candidate], factor: float, problem: Problem, device: DeviceInfo
-) -> Iterator[Candidate]:
+def near_best(ranked: Sequence[Candidate], factor: float, problem: Problem, device: DeviceInfo) -> Iterator[Candidate]:
     """Of candidates by rank, those expected to take at most `factor` times the first one's time."""
     most = factor * predict(ranked[0], problem, device).total if ranked else 0.0
     return takewhile(lambda c: predict(c, problem, device).total <= most, ranked)
@@ -266,10 +269,24 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
         return 0.1 * fp32
     if work.unit is Unit.DECODE:
         return _STREAM_FLOPS_PER_CLOCK
-    # mma.sync reaches about half of what wgmma does where the latter exists; small tiles wait for shared memory
-    reach = 0.4 if (9, 0) <= cc < (12, 0) else 0.8
-    elements = work.tile_m * work.tile_n * work.products
-    return float(reach * tensor * min(1.0, (elements / 16384) ** 0.5))
+    # mma.sync reaches about half of what wgmma does where the latter exists
+    reach = 0.43 if (9, 0) <= cc < (12, 0) else 0.8
+    return reach * tensor * _share_of_mma(work, problem, device)
+
+
+def _share_of_mma(work: Work, problem: Problem, device: DeviceInfo) -> float:
+    """What a kernel by mma.sync reaches of the best of them: less where a warp's tile is small and waits for shared
+    memory, where few warps leave gaps, where all of them wait at one barrier, where stages are short, and where warps
+    with one product each trade."""
+    warps = ceil_div(work.threads, 32)
+    resident = min(float(_blocks_per_sm(work, device)), max(1.0, work.blocks / device.sm_count))
+    share = min(1.0, (work.products * work.tile_m * work.tile_n / warps / _MMA_WARP_TILE) ** _MMA_WARP_TILE_POWER)
+    share *= min(1.0, (warps * resident / _MMA_WARPS_PER_SM) ** _MMA_WARPS_POWER)
+    if resident < 2 and warps >= _MMA_WARPS_PER_SM:
+        share *= _MMA_ONE_BLOCK
+    if work.steps and problem.k * problem.item_bytes <= 64 * work.sharers * work.steps:
+        share *= _MMA_SHORT_STAGES
+    return float(share * (_MMA_TRADED if work.products == 2 and work.tile_n % 16 else 1.0))
 
 
 def _predict_cpu(candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo) -> Estimate:

@@ -25,6 +25,7 @@ from autodispatch.variants import Candidate, Executable
 _FASTEST_READ = 0.8  # of the time that the memory's peak bandwidth gives
 _BUILD_NICENESS = 10
 _SMALL_M, _SMALL_N, _SMALL_K = 197, 296, 200
+_FEWER_N = 24
 
 
 class Spent(NamedTuple):
@@ -93,16 +94,18 @@ class Runner(ABC):
 
 
 def overhanging(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Problem | None:
-    """A small problem like another, with an odd m and an n that tiles do not divide; None if the candidate is legal for
-    none."""
+    """A small problem like another, with an odd m and an n that tiles do not divide, or one of about its n where a
+    candidate needs as many tiles; None if the candidate is legal for none."""
     n, k = _SMALL_N + problem.n % 8, _SMALL_K + problem.k % 8  # as even as the problem's own
     fewer = max(1, problem.m - 1 - problem.m % 2)  # odd
-    for depth in (k, problem.k):
-        for m in dict.fromkeys((min(fewer, _SMALL_M), fewer, problem.m)):
-            small = replace(problem, m=m, n=n, k=depth)
-            if candidate.is_legal(small, device):
-                return small
-    return None
+    rows = dict.fromkeys((min(fewer, _SMALL_M), fewer, problem.m))
+    smaller = (
+        replace(problem, m=m, n=columns, k=depth)
+        for columns in (n, max(n, problem.n - _FEWER_N))
+        for depth in (k, problem.k)
+        for m in rows
+    )
+    return next((small for small in smaller if candidate.is_legal(small, device)), None)
 
 
 def _step_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 from autodispatch.variants import VARIANTS, Registry
+from autodispatch.variants.fused_mma import FusedMmaConfig
 from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4, like
 
 REGISTRY = Registry()
@@ -94,6 +95,37 @@ def test_a_config_outside_the_space_is_refused(text: str, message: str) -> None:
         REGISTRY.parse("fused_mma", text)
     with pytest.raises(ValueError, match="variant must be one of"):
         REGISTRY.parse('"); system("', text)
+
+
+def tails(problem: Problem, device: DeviceInfo) -> dict[tuple[int, int], FusedMmaConfig]:
+    found = [c.config for c in VARIANTS["fused_mma"].candidates(problem, device)]
+    return {(c.tile_m, c.tail_m): c for c in found if isinstance(c, FusedMmaConfig) and c.tail_m}
+
+
+@pytest.mark.parametrize("device", [H200, A100, RTX3090], ids=lambda d: d.key)
+def test_a_tail_of_small_tiles_fills_a_last_round_of_few_whole_ones(device: DeviceInfo) -> None:
+    columns = 64
+    problem = Problem(128, (device.sm_count + 4) * columns + 8, 1536, "bfloat16")
+    found = tails(problem, device)
+    assert set(found) == {(128, 64), (128, 32), (64, 32)}
+    for (tile_m, tail_m), config in found.items():
+        whole = config.whole_columns(problem, device)
+        rows = problem.m // tile_m
+        assert whole * rows % device.sm_count == 0
+        left = problem.n - whole * columns  # in columns of half the width
+        assert config.tail_blocks(problem, device) == problem.m // tail_m * -(-left // (columns // 2))
+    # one round that is full, and a last one that many tiles fill
+    assert not tails(replace(problem, n=device.sm_count * columns), device)
+    assert not tails(replace(problem, n=2 * device.sm_count * columns - columns), device)
+    assert not tails(replace(problem, n=columns), device)
+
+
+def test_tails_are_left_to_16_bit_elements_and_few_rounds() -> None:
+    problem = Problem(128, (H200.sm_count + 4) * 64, 1536, "float16")
+    assert tails(problem, H200)
+    assert not tails(replace(problem, dtype="float32", precision="tf32"), H200)
+    assert not tails(replace(problem, n=(9 * H200.sm_count + 4) * 64), H200)
+    assert not tails(problem, like(T4, sm_count=H200.sm_count))
 
 
 def test_grids_that_cannot_be_launched_are_not_candidates() -> None:

@@ -263,6 +263,28 @@ def test_the_model_prefers_tensor_cores_to_fp32_units_and_small_tiles_for_few_ro
     assert best.config.tile_m == 16  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("m", "tile", "tail_m"), [(256, (128, 64), 32), (512, (128, 64), 64), (4096, (128, 64), 0)])
+def test_the_model_knows_the_best_tiles_by_mma_as_they_were_measured(
+    m: int, tile: tuple[int, int], tail_m: int
+) -> None:
+    problem = Problem(m, 8960, 1536, "bfloat16", "nk")
+    ranked = heuristics.rank(VARIANTS["fused_mma"].candidates(problem, H200), problem, H200)
+    best = vars(ranked[0].config)
+    assert (best["tile_m"], best["tile_n"], best["tail_m"]) == (*tile, tail_m)
+    assert (best["warps_m"], best["warps_n"], best["tile_k"], best["num_stages"]) == (2, 2, 64, 3)
+
+
+def test_the_model_wants_two_blocks_of_mma_on_each_sm_and_warps_of_large_tiles() -> None:
+    problem = Problem(4096, 8960, 1536, "float16")
+    times = {
+        tuple(vars(c.config).values()): heuristics.predict(c, problem, A100).total
+        for c in VARIANTS["fused_mma"].candidates(problem, A100)
+    }
+    two_blocks = times[128, 64, 32, 4, 2, 2, 8, 0]
+    assert two_blocks < times[128, 64, 64, 3, 2, 2, 8, 0]  # of which an SM of 164 KiB has one
+    assert two_blocks < times[128, 64, 32, 4, 2, 4, 8, 0]  # eight warps of half the tile
+
+
 def test_splitting_costs_the_way_out_and_back() -> None:
     problem = Problem(8192, 8192, 256, "float16")
     split = VARIANTS["split_mma"].candidate(problem, A100)

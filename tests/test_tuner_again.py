@@ -96,7 +96,7 @@ def test_what_another_process_decided_while_this_one_waited_is_taken(
 def test_a_problem_is_tuned_when_the_candidates_of_the_effort_were_tried_with_todays_kernels(
     store: TuningStore,
 ) -> None:
-    many = FakeVariant("many", speeds=tuple(range(10, 40)))
+    many = FakeVariant("many", speeds=tuple(range(20, 50)))  # of which full tries more than quick
     subject = tuner(store, many)
     assert not subject.is_tuned(PROBLEM) and not subject.has_decision(PROBLEM)
     subject.tune(PROBLEM, budget_s=0.0)
@@ -105,7 +105,7 @@ def test_a_problem_is_tuned_when_the_candidates_of_the_effort_were_tried_with_to
     assert subject.is_tuned(PROBLEM) and not subject.is_tuned(PROBLEM, "full")
     subject.tune(PROBLEM, effort="full")
     assert subject.is_tuned(PROBLEM, "full")
-    assert not tuner(store, FakeVariant("many", speeds=tuple(range(10, 40)), digest="d2")).is_tuned(PROBLEM)
+    assert not tuner(store, FakeVariant("many", speeds=tuple(range(20, 50)), digest="d2")).is_tuned(PROBLEM)
     assert not tuner(store, many, FakeVariant("new")).is_tuned(PROBLEM)
 
 

@@ -57,8 +57,8 @@ class Work(NamedTuple):
 
     A block goes through k in `steps`, and reads the weights in contiguous pieces of `row_bytes`; 0 steps and a whole
     line where nothing is known. `loaded_n` are the columns it reads, where these are more than tile_n; `stages` are
-    those of its ring, and `sharers` the blocks that share a tile's k. Where blocks beyond whole rounds are cut into small
-    ones, `tail` is the share of a round that these take.
+    those of its ring, and `sharers` the blocks that share a tile's k. Where the blocks beyond whole rounds are cut into
+    small ones, `tail` is the share of a round that these take.
     """
 
     unit: Unit

@@ -14,7 +14,6 @@ from autodispatch.variants.base import FUSED, Executable, Variant, Work
 from autodispatch.variants.executables import FusedExecutable
 from autodispatch.variants.mma import REQUIREMENTS, MmaConfig, config_space, starting_tile
 
-
 _TAIL_M = (0, 32, 64)
 _WITH_TAIL = ((64, 64), (128, 64))  # tiles of four warps, two by two
 _MAX_ROUNDS = 8  # of whole tiles; beyond it a last one of few costs little
