@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from autodispatch import maintenance, report, studies
+from autodispatch import heuristics, maintenance, report, studies
 from autodispatch.benchmark import workbench
 from autodispatch.compiler import nvrtc_file
 from autodispatch.device import cuda_devices, environment
@@ -295,7 +295,8 @@ def bench(
     for problem in problems:
         library = registry.library(problem, chosen)
         name = library.variant.name if library else None
-        results = tuner.survey(problem, tuner.shortlist(problem, "full" if full else "quick"), rounds)
+        every = heuristics.rank(registry.candidates(problem, chosen), problem, chosen) if full else None
+        results = tuner.survey(problem, every, rounds)
         found.append(report.survey_json(problem, chosen, results, name))
         if not as_json:
             console.print(report.survey_table(problem, chosen, results, name))
