@@ -33,7 +33,7 @@ _BLOCK_BARRIER_S = 3.5e-6  # what they lose to a kernel that streams, where memo
 # kernels by mma.sync, of their best: two blocks per SM of four warps with 64 x 64 outputs of both products
 _MMA_WARP_TILE, _MMA_WARP_TILE_POWER = 4096, 0.37
 _MMA_WARPS_PER_SM, _MMA_WARPS_POWER = 8, 0.25
-_MMA_ONE_BLOCK, _MMA_SHORT_STAGES, _MMA_TRADED = 0.9, 0.92, 0.84
+_MMA_ONE_BLOCK, _MMA_SHORT_STAGES, _MMA_APART = 0.9, 0.92, 0.84
 
 # kernels that stream the weights
 _STREAM_L2_BYTES_PER_CLOCK_AND_SM = 32.0  # into the busiest SM, where the rows of a come again for every block
@@ -271,22 +271,22 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
         return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists
     reach = 0.43 if (9, 0) <= cc < (12, 0) else 0.8
-    return reach * tensor * _share_of_mma(work, problem, device)
+    return reach * tensor * _share_of_mma(work, device)
 
 
-def _share_of_mma(work: Work, problem: Problem, device: DeviceInfo) -> float:
+def _share_of_mma(work: Work, device: DeviceInfo) -> float:
     """What a kernel by mma.sync reaches of the best of them: less where a warp's tile is small and waits for shared
     memory, where few warps leave gaps, where all of them wait at one barrier, where stages are short, and where warps
-    with one product each trade."""
+    are apart."""
     warps = ceil_div(work.threads, 32)
     resident = min(float(_blocks_per_sm(work, device)), max(1.0, work.blocks / device.sm_count))
     share = min(1.0, (work.products * work.tile_m * work.tile_n / warps / _MMA_WARP_TILE) ** _MMA_WARP_TILE_POWER)
     share *= min(1.0, (warps * resident / _MMA_WARPS_PER_SM) ** _MMA_WARPS_POWER)
     if resident < 2 and warps >= _MMA_WARPS_PER_SM:
         share *= _MMA_ONE_BLOCK
-    if work.steps and problem.k * problem.item_bytes <= 64 * work.sharers * work.steps:
+    if work.step_bytes <= 64:
         share *= _MMA_SHORT_STAGES
-    return float(share * (_MMA_TRADED if work.products == 2 and work.tile_n % 16 else 1.0))
+    return float(share * (_MMA_APART if work.apart else 1.0))
 
 
 def _predict_cpu(candidate: Candidate, work: Work, problem: Problem, device: DeviceInfo) -> Estimate:

@@ -101,7 +101,7 @@ def overhanging(candidate: Candidate, problem: Problem, device: DeviceInfo) -> P
     rows = dict.fromkeys((min(fewer, _SMALL_M), fewer, problem.m))
     smaller = (
         replace(problem, m=m, n=columns, k=depth)
-        for columns in (n, max(n, problem.n - _FEWER_N))
+        for columns in dict.fromkeys((n, max(n, problem.n - _FEWER_N), problem.n))
         for depth in (k, problem.k)
         for m in rows
     )

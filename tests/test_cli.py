@@ -81,9 +81,18 @@ def test_bench_times_all_against_all_and_stores_nothing(tmp_path: Path) -> None:
     assert survey["library"] == "cpu_split"
     assert {r["status"] for r in survey["results"]} == {"ok"}
     assert {r["path"] for r in survey["results"]} == {"split", "fused"}
-    printed = json.loads(run("bench", "8,32,16", *CPU, "--rounds", "1", "--full", "--json").stdout)
-    assert len(printed["surveys"][0]["results"]) == 10
     assert json.loads(run("list", "--json").stdout) == []
+
+
+def test_full_bench_times_what_no_tuning_would_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autodispatch.tuner._QUICK_PER_PATH", 0)
+    monkeypatch.setattr("autodispatch.tuner._FULL_WITHIN", 0.0)
+
+    def timed(*options: str) -> int:
+        printed = json.loads(run("bench", "8,32,16", *CPU, "--rounds", "1", *options, "--json").stdout)
+        return len(printed["surveys"][0]["results"])
+
+    assert (timed(), timed("--full")) == (2, 10)
 
 
 def test_bench_of_some_variants_has_the_library_beside_them() -> None:

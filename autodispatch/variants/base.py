@@ -55,10 +55,11 @@ class Unit(Enum):
 class Work(NamedTuple):
     """How a candidate cuts the products: `blocks` of tile_m x tile_n outputs, each for `products` of the two.
 
-    A block goes through k in `steps`, and reads the weights in contiguous pieces of `row_bytes`; 0 steps and a whole
-    line where nothing is known. `loaded_n` are the columns it reads, where these are more than tile_n; `stages` are
-    those of its ring, and `sharers` the blocks that share a tile's k. Where the blocks beyond whole rounds are cut into
-    small ones, `tail` is the share of a round that these take.
+    A block goes through k in `steps`, of `step_bytes` each, and reads the weights in contiguous pieces of `row_bytes`;
+    0 steps and whole lines where nothing is known. `loaded_n` are the columns it reads, where these are more than
+    tile_n; `stages` are those of its ring, and `sharers` the blocks that share a tile's k. Warps that have one product
+    each are `apart`, and trade. Where the blocks beyond whole rounds are cut into small ones, `blocks` counts them as
+    if whole, and `tail` is the share of a round that they take.
     """
 
     unit: Unit
@@ -74,6 +75,8 @@ class Work(NamedTuple):
     loaded_n: int = 0
     stages: int = 0
     sharers: int = 1
+    step_bytes: int = 128
+    apart: bool = False
     tail: float = 0.0
 
 

@@ -15,24 +15,24 @@ from autodispatch.variants.executables import FusedExecutable
 from autodispatch.variants.mma import REQUIREMENTS, MmaConfig, config_space, starting_tile
 
 _TAIL_M = (0, 32, 64)
-_WITH_TAIL = ((64, 64), (128, 64))  # tiles of four warps, two by two
+_WITH_TAIL = ((64, 64), (128, 64))  # tile_m, tile_n
 _MAX_ROUNDS = 8  # of whole tiles; beyond it a last one of few costs little
-_BOTH_HALVES_COST, _QUARTER_ROWS_COST = 0.5, 0.35  # of a round of whole tiles: tails of half the rows, or of fewer
+_TAIL_COST = {2: 0.5, 4: 0.35}  # of a round of whole tiles, by tile_m / tail_m
 
 
 @dataclass(frozen=True)
 class FusedMmaConfig(MmaConfig):
-    """Tunables of fused_mma; with `tail_m` the last tiles, which do not fill a round of the SMs, are cut into tiles of
-    that many rows and half the columns."""
+    """Tunables of fused_mma; with `tail_m` the last columns of tiles, beyond those that fill whole rounds of the SMs,
+    are cut into tiles of that many rows and half the columns."""
 
     tail_m: int
 
     def whole_columns(self, problem: Problem, device: DeviceInfo) -> int:
         """How many columns of tiles are computed whole."""
-        tiles_m, tiles_n = ceil_div(problem.m, self.tile_m), ceil_div(problem.n, self.tile_n)
         if not self.tail_m:
-            return tiles_n
-        return self.tiles(problem) // device.sm_count * device.sm_count // tiles_m
+            return ceil_div(problem.n, self.tile_n)
+        in_whole_rounds = self.tiles(problem) // device.sm_count * device.sm_count
+        return in_whole_rounds // ceil_div(problem.m, self.tile_m)
 
     def tail_blocks(self, problem: Problem, device: DeviceInfo) -> int:
         """The blocks that compute small tiles."""
@@ -46,14 +46,14 @@ def _shared_bytes(config: FusedMmaConfig, problem: Problem) -> int:
     return config.shared_bytes(2, problem.item_bytes, problem.item_bytes)
 
 
-def _tail_pays(config: FusedMmaConfig, problem: Problem, device: DeviceInfo) -> bool:
+def _has_tail_shape(config: FusedMmaConfig) -> bool:
+    tile, warps = (config.tile_m, config.tile_n), (config.warps_m, config.warps_n)
+    return not config.tail_m or (tile in _WITH_TAIL and warps == (2, 2) and config.tail_m < config.tile_m)
+
+
+def _tail_fills_rounds(config: FusedMmaConfig, problem: Problem, device: DeviceInfo) -> bool:
     return not config.tail_m or (
-        (config.tile_m, config.tile_n) in _WITH_TAIL
-        and (config.warps_m, config.warps_n) == (2, 2)
-        and config.tail_m < config.tile_m
-        and problem.item_bytes == 2
-        and device.compute_capability >= (8, 0)
-        and device.sm_count <= config.tiles(problem) <= _MAX_ROUNDS * device.sm_count
+        device.sm_count <= config.tiles(problem) <= _MAX_ROUNDS * device.sm_count
         and 0 < config.tail_blocks(problem, device) <= device.sm_count
     )
 
@@ -67,7 +67,16 @@ class FusedMma(Variant):
         FusedMmaConfig,
         _shared_bytes,  # type: ignore[arg-type]
         {"tail_m": _TAIL_M},
-        Restriction(_tail_pays, "a tail of at most one small tile per SM, in tiles of 64 or 128 x (2 x 64)"),
+        Restriction(
+            lambda c, p, d: _has_tail_shape(c), "a tail of tiles of 64 or 128 x (2 x 64) by two by two warps", True
+        ),
+        Restriction(
+            lambda c, p, d: not c.tail_m or (p.item_bytes == 2 and d.compute_capability >= (8, 0) and c.tail_m < p.m),
+            "a tail only for 16-bit elements, from 8.0, of fewer rows than m",
+        ),
+        Restriction(
+            _tail_fills_rounds, "a tail of at most one small tile per SM, behind one to eight rounds of whole tiles"
+        ),
     )
     requirements = REQUIREMENTS
     sources = ("fused_mma",)
@@ -77,8 +86,7 @@ class FusedMma(Variant):
 
     def work(self, config: FusedMmaConfig, problem: Problem) -> Work:
         work = config.work(problem, 2, _shared_bytes(config, problem))
-        cost = _BOTH_HALVES_COST if 2 * config.tail_m >= config.tile_m else _QUARTER_ROWS_COST
-        return work._replace(tail=cost) if config.tail_m else work
+        return work._replace(tail=_TAIL_COST[config.tile_m // config.tail_m]) if config.tail_m else work
 
     def executable(self, config: FusedMmaConfig, problem: Problem, device: DeviceInfo) -> Executable:
         columns = config.whole_columns(problem, device)

@@ -29,7 +29,6 @@ _SHAPES = (
     (128, 128, 2, 2),
     (128, 128, 2, 4),
     (128, 144, 2, 2),
-    (128, 144, 2, 3),
     (128, 160, 2, 2),
     (128, 192, 4, 2),
     (128, 256, 2, 4),
@@ -65,8 +64,12 @@ class MmaConfig(Config):
     def shared_bytes(self, products: int, item_bytes: int, out_bytes: int) -> int:
         """The stages, or what reuses them: the tile on its way out, and what warps with one product each trade."""
         stages = self.num_stages * (self.tile_m + products * self.tile_n) * self.tile_k * item_bytes
-        traded = 4 if products == 2 and self.warps_n % 2 == 0 and self.tile_n % (8 * self.warps_n) else 0
+        traded = 4 if self.is_apart(products) else 0
         return max(stages, self.tile_m * self.tile_n * (out_bytes + traded))
+
+    def is_apart(self, products: int) -> bool:
+        """Whether warps have one product each, since both would not give each of them whole fragments."""
+        return products == 2 and self.warps_n % 2 == 0 and self.tile_n % (8 * self.warps_n) != 0
 
     def registers(self, products: int, problem: Problem, device: DeviceInfo) -> int:
         """What a thread holds, and what ptxas was seen to need: accumulators, a step's fragments of `a` (or two steps'
@@ -100,6 +103,8 @@ class MmaConfig(Config):
             (self.tile_k if problem.layout == "nk" else self.tile_n) * problem.item_bytes,
             stages=self.num_stages,
             sharers=sharers,
+            step_bytes=self.tile_k * problem.item_bytes,
+            apart=self.is_apart(products),
         )
 
 
@@ -150,7 +155,7 @@ def config_space(
             "tile_k": (16, 32, 64),
             "num_stages": (2, 3, 4, 6),
             "warps_m": (1, 2, 4),
-            "warps_n": (2, 3, 4),
+            "warps_n": (2, 4),
             "group_m": (8, 16),
             **axes,
         },
@@ -166,9 +171,6 @@ def config_space(
             ),
             restriction("the registers of a thread")(
                 lambda c, p, d: c.registers(products, p, d) <= _REGISTERS - (16 if c.tile_k * p.item_bytes > 64 else 0)
-            ),
-            restriction("six warps, of which an SM has two blocks, for 16-bit elements and 64 bytes of k")(
-                lambda c, p, d: c.warps_n != 3 or (p.item_bytes == 2 and c.tile_k == 32)
             ),
             restriction("the device's shared memory per block")(
                 lambda c, p, d: shared_bytes(c, p) <= d.shared_bytes_per_block
