@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autodispatch.device import DeviceInfo
@@ -108,16 +109,35 @@ def test_a_tail_of_small_tiles_fills_a_last_round_of_few_whole_ones(device: Devi
     problem = Problem(128, (device.sm_count + 4) * columns + 8, 1536, "bfloat16")
     found = tails(problem, device)
     assert set(found) == {(128, 64), (128, 32), (64, 32)}
-    for (tile_m, tail_m), config in found.items():
+    for config in found.values():
         whole = config.whole_columns(problem, device)
-        rows = problem.m // tile_m
-        assert whole * rows % device.sm_count == 0
-        left = problem.n - whole * columns  # in columns of half the width
-        assert config.tail_blocks(problem, device) == problem.m // tail_m * -(-left // (columns // 2))
+        assert whole * (problem.m // config.tile_m) % device.sm_count == 0
+        assert 0 < config.tail_blocks(problem, device) <= device.sm_count
     # one round that is full, and a last one that many tiles fill
     assert not tails(replace(problem, n=device.sm_count * columns), device)
     assert not tails(replace(problem, n=2 * device.sm_count * columns - columns), device)
     assert not tails(replace(problem, n=columns), device)
+
+
+@pytest.mark.parametrize(("rounds", "beyond"), [(1, 1), (1, 25), (2, 200), (3, 64), (7, 130)])
+@pytest.mark.parametrize("m", [65, 128, 200, 333])
+def test_whole_and_small_tiles_cover_every_output_once(m: int, rounds: int, beyond: int) -> None:
+    tile_rows = -(-m // 128)
+    problem = Problem(m, (rounds * H200.sm_count // tile_rows + 1) * 64 + beyond, 72, "bfloat16")
+    found = tails(problem, H200)
+    assert found
+    for config in found.values():
+        covered = np.zeros((problem.m, problem.n), np.int8)
+        columns, blocks = config.whole_columns(problem, H200), config.tail_blocks(problem, H200)
+        rows, small_rows = -(-m // config.tile_m), -(-m // config.tail_m)
+        for i in range(rows * columns + blocks):  # as in kernels/fused_mma.cu, but for the order within
+            if i < rows * columns:
+                height, width, row, column = config.tile_m, config.tile_n, i % rows, i // rows
+            else:
+                height, width = config.tail_m, config.tile_n // 2
+                row, column = (i - rows * columns) % small_rows, 2 * columns + (i - rows * columns) // small_rows
+            covered[row * height : (row + 1) * height, column * width : (column + 1) * width] += 1
+        assert (covered == 1).all()
 
 
 def test_tails_are_left_to_16_bit_elements_and_few_rounds() -> None:
