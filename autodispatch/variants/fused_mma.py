@@ -42,7 +42,7 @@ class FusedMmaConfig(MmaConfig):
         return ceil_div(problem.m, self.tail_m) * max(0, columns)
 
 
-def _shared_bytes(config: FusedMmaConfig, problem: Problem) -> int:
+def _shared_bytes(config: MmaConfig, problem: Problem) -> int:
     return config.shared_bytes(2, problem.item_bytes, problem.item_bytes)
 
 
@@ -65,7 +65,7 @@ class FusedMma(Variant):
     space = config_space(
         2,
         FusedMmaConfig,
-        _shared_bytes,  # type: ignore[arg-type]
+        _shared_bytes,
         {"tail_m": _TAIL_M},
         Restriction(
             lambda c, p, d: _has_tail_shape(c), "a tail of tiles of 64 or 128 x (2 x 64) by two by two warps", True

@@ -120,6 +120,16 @@ def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them
             assert check.status == "ok", f"{candidate}: {check.reason}"
 
 
+def assert_twenty_repeats_are_identical(bench: CudaWorkbench, candidate: Candidate, problem: Problem) -> None:
+    executable = candidate.executable(problem, bench.device)
+    results = set()
+    for _ in range(20):
+        check = bench.check(executable)
+        assert check.status == "ok", f"{candidate}: {check.reason}"
+        results.add(bench.result().tobytes())
+    assert len(results) == 1, candidate
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dtype: str) -> None:
     bench = CudaWorkbench(device)
@@ -131,17 +141,12 @@ def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dty
         if candidate is None:
             continue
         bench.load(problem, copies=0)
-        executable = candidate.executable(problem, device)
-        results = set()
-        for _ in range(20):
-            assert bench.check(executable).status == "ok"
-            results.add(bench.result().tobytes())
-        assert len(results) == 1, candidate
+        assert_twenty_repeats_are_identical(bench, candidate, problem)
 
 
 @pytest.mark.parametrize("layout", ["kn", "nk"])
-@pytest.mark.parametrize("name", PERSISTENT)
-def test_twenty_repeats_of_blocks_with_several_tiles_are_bitwise_identical(
+@pytest.mark.parametrize("name", [n for n in CUDA_VARIANTS if "wgmma" in n])
+def test_twenty_repeats_over_the_wgmma_configs_are_bitwise_identical(
     device: DeviceInfo, name: str, layout: str
 ) -> None:
     base = Problem(400, 6352, 584, "bfloat16", layout)
@@ -149,19 +154,18 @@ def test_twenty_repeats_of_blocks_with_several_tiles_are_bitwise_identical(
         assert device.compute_capability != (9, 0)
         return
     bench = CudaWorkbench(device)
-    bench.load(base, copies=0)
-    found = [
-        c for c in VARIANTS[name].candidates(base, device) if c.variant.work(c.config, base).blocks > device.sm_count
-    ]
-    assert len(found) >= 4
-    for candidate in found[:: max(1, len(found) // 8)]:
-        executable = candidate.executable(base, device)
-        results = set()
-        for _ in range(20):
-            check = bench.check(executable)
-            assert check.status == "ok", f"{candidate}: {check.reason}"
-            results.add(bench.result().tobytes())
-        assert len(results) == 1, candidate
+    for m in (100, 400):
+        problem = replace(base, m=m)
+        candidates = list(VARIANTS[name].candidates(problem, device))
+        several = [c for c in candidates if c.variant.work(c.config, problem).blocks > device.sm_count]
+        assert name not in PERSISTENT or m == 100 or len(several) >= 4
+        chosen = candidates[:: 6 if m == 400 else 12]
+        if name in PERSISTENT and m == 400:  # blocks with several tiles
+            chosen = list(dict.fromkeys((*chosen, *several[:: max(1, len(several) // 8)])))
+        if chosen:
+            bench.load(problem, copies=0)
+        for candidate in chosen:
+            assert_twenty_repeats_are_identical(bench, candidate, problem)
     bench.unload()
 
 
