@@ -177,7 +177,7 @@ def tune(
         )
     if dry_run:
         subject = Tuner(store, runner_for(chosen, isolate))
-        plans = [report.plan(p, subject.shortlist(p, effort), Registry(), chosen) for p in problems]
+        plans = [report.plan(p, subject.shortlist(p, effort), Registry(), chosen, effort) for p in problems]
         if as_json:
             console.print_json(json.dumps(plans))
         for plan in [] if as_json else plans:

@@ -89,10 +89,13 @@ def _median_of(results: Sequence[Result], variant: str | None) -> float | None:
     return min(medians) if medians else None
 
 
-def plan(problem: Problem, chosen: Sequence[Candidate], registry: Registry, device: DeviceInfo) -> dict[str, Any]:
-    """What a tuning would try, by the cost model's order, how much it leaves out and why, and why variants, or some of
-    their configs, cannot serve."""
-    tried, tiles = set(chosen), {c.tile for c in chosen}
+def plan(
+    problem: Problem, chosen: Sequence[Candidate], registry: Registry, device: DeviceInfo, effort: str
+) -> dict[str, Any]:
+    """What a tuning of some effort would try, by the cost model's order, how much it leaves out and why, and why
+    variants, or some of their configs, cannot serve."""
+    tried = set(chosen)
+    tiles = {c.tile for c in chosen} if effort == "quick" else set()  # of which quick tries a few only
     left = [c for c in registry.candidates(problem, device) if c not in tried]
     known = {n: (v, v.unmet(problem, device)) for n, v in registry.variants.items() if v.kind == device.kind}
     refused = {n: v.space.refused(problem, device) for n, (v, unmet) in known.items() if not unmet}

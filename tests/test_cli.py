@@ -299,7 +299,7 @@ def test_a_dry_run_lists_what_would_be_tried_and_measures_nothing(tmp_path: Path
 def test_a_plan_says_why_the_rest_would_not_be_tried() -> None:
     problem = Problem(128, 8960, 1536, "bfloat16")
     chosen = Tuner(TuningStore(), LocalRunner(FakeWorkbench(H200))).shortlist(problem, "quick")
-    content = plan(problem, chosen, Registry(), H200)
+    content = plan(problem, chosen, Registry(), H200, "quick")
     legal = Registry().candidates(problem, H200)
     left = [sum(content[reason].values()) for reason in ("slower_by_the_model", "of_tiles_that_are_tried")]
     assert all(left) and len(chosen) + sum(left) == len(list(legal))
@@ -313,6 +313,15 @@ def test_a_plan_says_why_the_rest_would_not_be_tried() -> None:
     assert isinstance(caption, str)
     assert "slower by the model: " in caption and "more of tiles that are tried: " in caption
     assert "fused_gemv needs " in caption and "do not)" in caption
+
+
+def test_a_plan_of_full_effort_leaves_out_what_is_slower_by_the_model_alone() -> None:
+    problem = Problem(1024, 8960, 1536, "bfloat16", "nk")
+    chosen = Tuner(TuningStore(), LocalRunner(FakeWorkbench(H200))).shortlist(problem, "full")
+    content = plan(problem, chosen, Registry(), H200, "full")
+    slower = content["slower_by_the_model"]
+    assert slower["fused_mma"] > 0 and content["of_tiles_that_are_tried"] == {}
+    assert len(chosen) + sum(slower.values()) == len(list(Registry().candidates(problem, H200)))
 
 
 def test_misses_of_calls_are_tuned_and_then_are_none(tmp_path: Path) -> None:
