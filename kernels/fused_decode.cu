@@ -61,6 +61,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const Conditional<Layout == kn && TileN * sizeof(T) < 128, LinePolicy, CachePolicy> stream{policy_evict_first()};
   const CachePolicy keep = policy_evict_last();
 
+  // Any stage: of 64 in k from `block` * 64 on, with zeros for what lies outside.
   const auto load = [&](int stage, int block) {
     T* weights = ring + stage * StageElements;
     const long long depth = static_cast<long long>(block) * TileK;
@@ -114,16 +115,44 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     }
   };
 
-  cluster_begin<ClusterK>();
-  wait_for_previous_grid();
   constexpr int Sharers = GroupsK * ClusterK;
   const int first_block = static_cast<int>(rank) * GroupsK + group;
   const int blocks = static_cast<int>(ceil_div(k, TileK));
   const int own = blocks > first_block ? (blocks - first_block + Sharers - 1) / Sharers : 0;
+
+  // Stages up to `whole` can be fetched without a look at k, and at n where that is cut into chunks.
+  const int whole = Alignment == 16 && (Layout == nk || column + TileN <= n) ? static_cast<int>(k / TileK) : 0;
+  const int columns = n - column < TileN ? static_cast<int>(n - column) : TileN;
+  const int rows = m - row < TileM ? static_cast<int>(m - row) : TileM;
+  TileCopy<WeightRows, WeightWidth, GroupThreads, false, T, true> gate, up;
+  TileCopy<TileM, TileK, GroupThreads, false, T, true> tokens;
+  const long long depth = static_cast<long long>(first_block) * TileK;
+  gate.begin(b1, Layout == nk ? column : depth, Layout == nk ? depth : column, ldb1);
+  up.begin(b2, Layout == nk ? column : depth, Layout == nk ? depth : column, ldb2);
+  tokens.begin(a, row, depth, lda);
+  const auto fetch = [&](int stage) {
+    T* target = ring + stage * StageElements;
+    constexpr int Step = Sharers * TileK;
+    const auto column_wanted = [&](int r) { return Layout == kn || r < columns; };
+    gate.fetch(target, ldb1, Layout == nk ? Step : Step * ldb1, column_wanted, stream);
+    up.fetch(target + WeightElements, ldb2, Layout == nk ? Step : Step * ldb2, column_wanted, stream);
+    tokens.fetch(target + 2 * WeightElements, lda, Step, [&](int r) { return r < rows; }, keep);
+  };
+
+  cluster_begin<ClusterK>();
+  wait_for_previous_grid();
+  if (first_block + (NumStages - 2) * Sharers < whole) {
 #pragma unroll
-  for (int s = 0; s < NumStages - 1; ++s) {
-    if (s < own) load(s, first_block + s * Sharers);
-    copy_commit();
+    for (int s = 0; s < NumStages - 1; ++s) {
+      fetch(s);
+      copy_commit();
+    }
+  } else {
+#pragma unroll 1
+    for (int s = 0; s < NumStages - 1; ++s) {
+      if (s < own) load(s, first_block + s * Sharers);
+      copy_commit();
+    }
   }
   int read = 0;
   int write = NumStages - 1;
@@ -135,7 +164,12 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     } else {
       named_barrier_sync(1 + group, GroupThreads);
     }
-    if (i + NumStages - 1 < own) load(write, first_block + (i + NumStages - 1) * Sharers);
+    const int next = first_block + (i + NumStages - 1) * Sharers;
+    if (next < whole) {
+      fetch(write);
+    } else if (next < blocks) {
+      load(write, next);
+    }
     copy_commit();
     multiply(ring + read * StageElements);
     read = read + 1 == NumStages ? 0 : read + 1;

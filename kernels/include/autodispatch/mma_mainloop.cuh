@@ -96,12 +96,15 @@ struct MmaMainloop {
     // Whether all rows and columns of the tile lie inside the operands.
     __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
 
-    // The next stage, which lies inside the operands: `a`, then the weights.
-    __device__ __forceinline__ void fetch_a(T* stage) { a.fetch(stage, x.lda, TileK); }
-    __device__ __forceinline__ void fetch_b(T* stage) {
+    // The next stage, which lies inside the operands, if there is one: `a`, then the weights.
+    __device__ __forceinline__ void fetch_a(T* stage, bool more) {
+      a.fetch(stage, x.lda, TileK, [&](int) { return more; });
+    }
+    __device__ __forceinline__ void fetch_b(T* stage, bool more) {
 #pragma unroll
       for (int p = 0; p < NumProducts; ++p) {
-        b[p].fetch(stage + TileM * TileK + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p]);
+        b[p].fetch(stage + TileM * TileK + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p],
+                   [&](int) { return more; });
       }
     }
 
@@ -191,20 +194,24 @@ struct MmaMainloop {
     Loader loader(x, begin);
     const int stages = begin < end ? static_cast<int>(ceil_div(end - begin, TileK)) : 0;
     const int whole_stages = loader.whole() && begin < end ? static_cast<int>((end - begin) / TileK) : 0;
-    int fetched = 0;
+    int fetched = NumStages - 1;
+    if (whole_stages >= NumStages - 1) {
 #pragma unroll
-    for (int s = 0; s < NumStages - 1; ++s) {
-      T* target = shared + s * StageElements;
-      if (fetched < whole_stages) {
-        loader.fetch_a(target);
-        loader.fetch_b(target);
-        loader.put(target);
-      } else if (fetched < stages) {
-        loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
-        loader.put(target);
+      for (int s = 0; s < NumStages - 1; ++s) {
+        loader.fetch_a(shared + s * StageElements, true);
+        loader.fetch_b(shared + s * StageElements, true);
+        loader.put(shared + s * StageElements);
+        copy_commit();
       }
-      copy_commit();
-      ++fetched;
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < NumStages - 1; ++s) {
+        if (s < stages) {
+          loader.fetch_clipped(shared + s * StageElements, begin + static_cast<long long>(s) * TileK);
+          loader.put(shared + s * StageElements);
+        }
+        copy_commit();
+      }
     }
     copy_wait<NumStages - 2>();
     __syncthreads();
@@ -221,11 +228,11 @@ struct MmaMainloop {
     for (int i = 0; i < FragmentsM; ++i) load_a(a[0][i], stage + a_lane, 0, i);
     load_b(b[0], stage, b_lane, 0, 0);
 
-    // Multiplies one stage, and fetches another: a whole one, or what is left of it.
+    // Multiplies one stage, and fetches another if there is one: a whole one, or what is left of it.
     const auto turn = [&](auto kind) __attribute__((always_inline)) {
       constexpr bool Whole = decltype(kind)::value != 0;
       T* target = shared + write * StageElements;
-      const bool more = Whole || fetched < stages;
+      const bool more = fetched < stages;
       unrolled<Steps * Groups>([&](auto position) __attribute__((always_inline)) {
         constexpr int index = decltype(position)::value;
         constexpr int step = index / Groups;
@@ -247,8 +254,8 @@ struct MmaMainloop {
             for (int i = 0; i < FragmentsM; ++i) load_a(a[(step + 1) % 2][i], stage + a_lane, (step + 1) % Steps, i);
           }
         }
-        if constexpr (Whole && index == 0) loader.fetch_a(target);
-        if constexpr (Whole && index == WeightsAt) loader.fetch_b(target);
+        if constexpr (Whole && index == 0) loader.fetch_a(target, more);
+        if constexpr (Whole && index == WeightsAt) loader.fetch_b(target, more);
         if (!Whole && index == WeightsAt && more) {
           loader.fetch_clipped(target, begin + static_cast<long long>(fetched) * TileK);
         }
@@ -273,8 +280,9 @@ struct MmaMainloop {
       write = write + 1 == NumStages ? 0 : write + 1;
     };
     int turns = 0;
+    const int fast = whole_stages == stages ? stages : whole_stages - (NumStages - 1);
 #pragma unroll 1
-    for (; fetched < whole_stages; ++turns) turn(Constant<1>{});
+    for (; turns < fast; ++turns) turn(Constant<1>{});
 #pragma unroll 1
     for (; turns < stages; ++turns) turn(Constant<0>{});
     copy_wait<0>();
@@ -344,15 +352,13 @@ struct MmaMainloop {
       const int row = index / Chunks;
       const int column = index % Chunks * Elements;
       if (row >= rows) break;
-      const auto vector = *reinterpret_cast<const Pack<C, Elements>*>(tile + swizzled<TileN, sizeof(C)>(row, index % Chunks));
+      const C* vector = tile + swizzled<TileN, sizeof(C)>(row, index % Chunks);
       C* target = corner + row * ld + column;
       if (column + Elements <= columns) {
-        *reinterpret_cast<Pack<C, Elements>*>(target) = vector;
+        *reinterpret_cast<Pack<C, Elements>*>(target) = *reinterpret_cast<const Pack<C, Elements>*>(vector);
       } else {
-#pragma unroll
-        for (int e = 0; e < Elements; ++e) {
-          if (column + e < columns) target[e] = vector.values[e];
-        }
+#pragma unroll 1
+        for (int e = 0; column + e < columns; ++e) target[e] = vector[e];
       }
     }
   }

@@ -63,10 +63,11 @@ __device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global
       });
 }
 
-// The tiles of one operand, stage after stage. `fetch` takes a tile that lies inside the matrix, from where the last one
-// ended; `fetch_clipped` takes any tile. From compute capability 8.0 both copy asynchronously; below it a tile is on its way
-// through registers, `put` writes it, and a thread can multiply between the two.
-template <int Rows, int Width, int NumThreads, bool Pairs, typename T, int Pitch = Width, int Before = 0>
+// The tiles of one operand, stage after stage, copied by NumThreads threads: the block, or with InGroups each group of so many.
+// `fetch` takes a tile whose wanted rows lie inside the matrix, from where the last one ended; `fetch_clipped` takes any tile.
+// From compute capability 8.0 both copy asynchronously; below it a tile is on its way through registers, `put` writes it, and
+// a thread can multiply between the two.
+template <int Rows, int Width, int NumThreads, bool Pairs, typename T, bool InGroups = false, int Pitch = Width, int Before = 0>
 struct TileCopy {
   static constexpr int Elements = 16 / sizeof(T);
   static constexpr int Chunks = power_of_two_below(Width / Elements);
@@ -78,10 +79,11 @@ struct TileCopy {
 #if __CUDA_ARCH__ < 800
   uint4 staged[Count];
 #endif
-  TileCopy<Rows, Width - Chunks * Elements, NumThreads, Pairs, T, Pitch, Before + Chunks> rest;
+  TileCopy<Rows, Width - Chunks * Elements, NumThreads, Pairs, T, InGroups, Pitch, Before + Chunks> rest;
 
-  static __device__ __forceinline__ int first() { return threadIdx.x / Chunks; }
-  static __device__ __forceinline__ int chunk() { return Before + threadIdx.x % Chunks; }
+  static __device__ __forceinline__ int thread() { return InGroups ? threadIdx.x % NumThreads : threadIdx.x; }
+  static __device__ __forceinline__ int first() { return thread() / Chunks; }
+  static __device__ __forceinline__ int chunk() { return Before + thread() % Chunks; }
   static __device__ __forceinline__ T* place(T* shared, int r) {
     return shared + swizzled<Pitch, sizeof(T), Pairs>(first() + r % Period * RowStep, chunk()) +
            r / Period * Period * RowStep * Pitch;
@@ -92,27 +94,29 @@ struct TileCopy {
     rest.begin(global, row, column, ld);
   }
 
-  // The next tile begins `next` elements further on.
-  __device__ __forceinline__ void fetch(T* shared, long long ld, long long next) {
+  // The next tile begins `next` elements further on. Rows r for which not wanted(r) are not read.
+  template <typename Wanted, typename... Policy>
+  __device__ __forceinline__ void fetch(T* shared, long long ld, long long next, Wanted wanted, Policy... policy) {
 #pragma unroll
     for (int r = 0; r < Count; ++r) {
-      if (Rows % RowStep == 0 || first() + r * RowStep < Rows) {
+      const int row = first() + r * RowStep;
+      if (Rows % RowStep == 0 || row < Rows) {
 #if __CUDA_ARCH__ >= 800
-        copy_async_whole(place(shared, r), source);
+        copy_async_whole(place(shared, r), source, wanted(row), policy...);
 #else
-        staged[r] = *reinterpret_cast<const uint4*>(source);
+        if (wanted(row)) staged[r] = *reinterpret_cast<const uint4*>(source);
 #endif
       }
       source += r + 1 < Count ? RowStep * ld : next - (Count - 1) * RowStep * ld;
       keep_as_sum(source);
     }
-    rest.fetch(shared, ld, next);
+    rest.fetch(shared, ld, next, wanted, policy...);
   }
 
   __device__ __forceinline__ void fetch_clipped(T* shared, const T* global, long long row, long long column, long long rows,
                                                 long long columns, long long ld) {
     for_each_chunk<Rows, Chunks * Elements, NumThreads, Pairs, Pitch, Before>(
-        threadIdx.x, global, row, column, rows, columns, ld, [&](int r, int offset, const T* from, int bytes) {
+        thread(), global, row, column, rows, columns, ld, [&](int r, int offset, const T* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
           copy_chunk<16>(shared + offset, from, bytes);
 #else
@@ -133,10 +137,11 @@ struct TileCopy {
   }
 };
 
-template <int Rows, int NumThreads, bool Pairs, typename T, int Pitch, int Before>
-struct TileCopy<Rows, 0, NumThreads, Pairs, T, Pitch, Before> {
+template <int Rows, int NumThreads, bool Pairs, typename T, bool InGroups, int Pitch, int Before>
+struct TileCopy<Rows, 0, NumThreads, Pairs, T, InGroups, Pitch, Before> {
   __device__ __forceinline__ void begin(const T*, long long, long long, long long) {}
-  __device__ __forceinline__ void fetch(T*, long long, long long) {}
+  template <typename Wanted, typename... Policy>
+  __device__ __forceinline__ void fetch(T*, long long, long long, Wanted, Policy...) {}
   __device__ __forceinline__ void fetch_clipped(T*, const T*, long long, long long, long long, long long, long long) {}
   __device__ __forceinline__ void put(T*) {}
 };
