@@ -50,11 +50,9 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const int group = threadIdx.x / GroupThreads;
   const int thread = threadIdx.x % GroupThreads;
   const int warp_column = thread / 32 * Columns * 8;
-  const unsigned tiles_m = static_cast<unsigned>(ceil_div(m, TileM));
-  const unsigned tile = blockIdx.x / ClusterK;
   const unsigned rank = blockIdx.x % ClusterK;
-  const long long row = static_cast<long long>(tile % tiles_m) * TileM;  // tiles of the same columns are neighbours
-  const long long column = static_cast<long long>(tile / tiles_m) * TileN;
+  const long long row = blockIdx.y * TileM;
+  const long long column = static_cast<long long>(blockIdx.x / ClusterK) * TileN;
   float4* sent = reinterpret_cast<float4*>(shared);  // to this block: [ClusterK][Share] of two gate and two up sums
   uint4* own_shared = shared + (ClusterK > 1 ? Pairs : 0);
   T* ring = reinterpret_cast<T*>(own_shared) + group * NumStages * StageElements;
@@ -120,8 +118,6 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const int blocks = static_cast<int>(ceil_div(k, TileK));
   const int own = blocks > first_block ? (blocks - first_block + Sharers - 1) / Sharers : 0;
 
-  // Stages up to `whole` can be fetched without a look at k, and at n where that is cut into chunks.
-  const int whole = Alignment == 16 && (Layout == nk || column + TileN <= n) ? static_cast<int>(k / TileK) : 0;
   const int columns = n - column < TileN ? static_cast<int>(n - column) : TileN;
   const int rows = m - row < TileM ? static_cast<int>(m - row) : TileM;
   TileCopy<WeightRows, WeightWidth, GroupThreads, false, T, true> gate, up;
@@ -141,39 +137,48 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
 
   cluster_begin<ClusterK>();
   wait_for_previous_grid();
-  if (first_block + (NumStages - 2) * Sharers < whole) {
-#pragma unroll
-    for (int s = 0; s < NumStages - 1; ++s) {
-      fetch(s);
+  // Goes through this group's stages: begin(s) starts on the first ones, refill(stage, i) on the i-th.
+  const auto stream_through = [&](auto begin, auto refill) __attribute__((always_inline)) {
+    begin();
+    int read = 0;
+    int write = NumStages - 1;
+#pragma unroll 1
+    for (int i = 0; i < own; ++i) {
+      copy_wait<NumStages - 2>();
+      if (ColumnWarps == 1) {
+        __syncwarp();
+      } else {
+        named_barrier_sync(1 + group, GroupThreads);
+      }
+      if (i + NumStages - 1 < own) refill(write, i + NumStages - 1);
       copy_commit();
+      multiply(ring + read * StageElements);
+      read = read + 1 == NumStages ? 0 : read + 1;
+      write = write + 1 == NumStages ? 0 : write + 1;
     }
+  };
+  const bool is_edge = Alignment < 16 || own < NumStages - 1 || k % TileK != 0 || (Layout == kn && n < column + TileN);
+  if (is_edge) {
+    const auto load_own = [&](int stage, int i) { load(stage, first_block + i * Sharers); };
+    stream_through(
+        [&] {
+#pragma unroll 1
+          for (int s = 0; s < NumStages - 1; ++s) {
+            if (s < own) load_own(s, s);
+            copy_commit();
+          }
+        },
+        load_own);
   } else {
+    stream_through(
+        [&] {
 #pragma unroll 1
-    for (int s = 0; s < NumStages - 1; ++s) {
-      if (s < own) load(s, first_block + s * Sharers);
-      copy_commit();
-    }
-  }
-  int read = 0;
-  int write = NumStages - 1;
-#pragma unroll 1
-  for (int i = 0; i < own; ++i) {
-    copy_wait<NumStages - 2>();
-    if (ColumnWarps == 1) {
-      __syncwarp();
-    } else {
-      named_barrier_sync(1 + group, GroupThreads);
-    }
-    const int next = first_block + (i + NumStages - 1) * Sharers;
-    if (next < whole) {
-      fetch(write);
-    } else if (next < blocks) {
-      load(write, next);
-    }
-    copy_commit();
-    multiply(ring + read * StageElements);
-    read = read + 1 == NumStages ? 0 : read + 1;
-    write = write + 1 == NumStages ? 0 : write + 1;
+          for (int s = 0; s < NumStages - 1; ++s) {
+            fetch(s);
+            copy_commit();
+          }
+        },
+        [&](int stage, int) { fetch(stage); });
   }
   copy_wait<0>();
   __syncthreads();  // all have read their stages

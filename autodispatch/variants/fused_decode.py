@@ -41,8 +41,12 @@ class FusedDecodeConfig(Config):
         sent = self.tile_m * self.tile_n * 8 if self.cluster_k > 1 else 0
         return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4) + sent
 
+    def grid(self, problem: Problem) -> tuple[int, int]:
+        return ceil_div(problem.n, self.tile_n) * self.cluster_k, ceil_div(problem.m, self.tile_m)
+
     def blocks(self, problem: Problem) -> int:
-        return ceil_div(problem.m, self.tile_m) * ceil_div(problem.n, self.tile_n) * self.cluster_k
+        x, y = self.grid(problem)
+        return x * y
 
 
 def _cluster_suits(config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> bool:
@@ -120,5 +124,5 @@ class FusedDecode(Variant):
         )
 
     def executable(self, config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> Executable:
-        launch = LaunchConfig((config.blocks(problem), 1), 32 * config.warps, config.shared_bytes)
+        launch = LaunchConfig(config.grid(problem), 32 * config.warps, config.shared_bytes)
         return FusedExecutable(self.spec(config, problem), launch, problem, device)

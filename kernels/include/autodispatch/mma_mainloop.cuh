@@ -195,21 +195,21 @@ struct MmaMainloop {
     const int stages = begin < end ? static_cast<int>(ceil_div(end - begin, TileK)) : 0;
     const int whole_stages = loader.whole() && begin < end ? static_cast<int>((end - begin) / TileK) : 0;
     int fetched = NumStages - 1;
-    if (whole_stages >= NumStages - 1) {
-#pragma unroll
-      for (int s = 0; s < NumStages - 1; ++s) {
-        loader.fetch_a(shared + s * StageElements, true);
-        loader.fetch_b(shared + s * StageElements, true);
-        loader.put(shared + s * StageElements);
-        copy_commit();
-      }
-    } else {
+    if (whole_stages < NumStages - 1) {
 #pragma unroll 1
       for (int s = 0; s < NumStages - 1; ++s) {
         if (s < stages) {
           loader.fetch_clipped(shared + s * StageElements, begin + static_cast<long long>(s) * TileK);
           loader.put(shared + s * StageElements);
         }
+        copy_commit();
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < NumStages - 1; ++s) {
+        loader.fetch_a(shared + s * StageElements, true);
+        loader.fetch_b(shared + s * StageElements, true);
+        loader.put(shared + s * StageElements);
         copy_commit();
       }
     }
@@ -354,7 +354,7 @@ struct MmaMainloop {
       if (row >= rows) break;
       const C* vector = tile + swizzled<TileN, sizeof(C)>(row, index % Chunks);
       C* target = corner + row * ld + column;
-      if (column + Elements <= columns) {
+      if (__builtin_expect(column + Elements <= columns, 1)) {
         *reinterpret_cast<Pack<C, Elements>*>(target) = *reinterpret_cast<const Pack<C, Elements>*>(vector);
       } else {
 #pragma unroll 1
