@@ -127,6 +127,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   up.begin(b2, Layout == nk ? column : depth, Layout == nk ? depth : column, ldb2);
   tokens.begin(a, row, depth, lda);
   const auto fetch = [&](int stage) {
+    keep_in_vector(stage);
     T* target = ring + stage * StageElements;
     constexpr int Step = Sharers * TileK;
     const auto column_wanted = [&](int r) { return Layout == kn || r < columns; };

@@ -98,6 +98,10 @@ __device__ __forceinline__ void keep_as_sum(T*& address) {
   asm("" : "+l"(address));
 }
 
+// Keeps a value that all threads of a warp share out of a uniform register: a copy that adds one to its address in shared memory
+// was refused as an illegal instruction (ptxas 13.0, compute capability 9.0).
+__device__ __forceinline__ void keep_in_vector(int& value) { asm("" : "+r"(value)); }
+
 // The `valid` bytes (0 to 16, a multiple of 2) of a chunk, and zeros behind. The source begins at a multiple of Alignment
 // bytes and is not touched past the valid bytes.
 template <int Alignment>
