@@ -6,10 +6,10 @@
 // A block computes TileN columns by TileM rows. Its warps stand ColumnWarps x GroupsK: a group of warps has its own ring of
 // NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups are
 // added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k: each
-// adds up its own sums and sends them to the blocks that finish them, a part of the tile each.
+// adds up its own sums and sends them to the blocks that finish them, a part of the tile each, without waiting for the others.
 // Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0, clusters 9.0.
 // Shared memory: the larger of GroupsK * NumStages * (2 * TileN + TileM) * 128 and GroupsK * 2 * TileM * (TileN + 4) * 4
-// bytes, and in a cluster TileM * TileN * 8 for what the blocks send; dynamic.
+// bytes, and in a cluster TileM * TileN * 8 + 128 for what the blocks send; dynamic.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/barrier.cuh"
 #include "autodispatch/cluster.cuh"
@@ -45,7 +45,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   static_assert(NumStages >= 2, "the ring needs two stages");
   static_assert(Pairs % ClusterK == 0, "blocks of a cluster finish equal parts of a tile");
 
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const int lane = threadIdx.x % 32;
   const int group = threadIdx.x / GroupThreads;
   const int thread = threadIdx.x % GroupThreads;
@@ -54,7 +54,8 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const long long row = blockIdx.y * TileM;
   const long long column = static_cast<long long>(blockIdx.x / ClusterK) * TileN;
   float4* sent = reinterpret_cast<float4*>(shared);  // to this block: [ClusterK][Share] of two gate and two up sums
-  uint4* own_shared = shared + (ClusterK > 1 ? Pairs : 0);
+  Barrier* received = reinterpret_cast<Barrier*>(sent + Pairs);
+  uint4* own_shared = shared + (ClusterK > 1 ? Pairs + 8 : 0);  // rows of the ring begin at multiples of 128 bytes
   T* ring = reinterpret_cast<T*>(own_shared) + group * NumStages * StageElements;
   const Conditional<Layout == kn && TileN * sizeof(T) < 128, LinePolicy, CachePolicy> stream{policy_evict_first()};
   const CachePolicy keep = policy_evict_last();
@@ -136,11 +137,14 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     tokens.fetch(target + 2 * WeightElements, lda, Step, [&](int r) { return r < rows; }, keep);
   };
 
-  cluster_begin<ClusterK>();
   wait_for_previous_grid();
+  const int pairs = rows * (TileN / 2);  // of rows that are there
+  const int share = pairs - static_cast<int>(rank) * Share;
+
   // Goes through this group's stages: begin(s) starts on the first ones, refill(stage, i) on the i-th.
   const auto stream_through = [&](auto begin, auto refill) __attribute__((always_inline)) {
     begin();
+    cluster_begin<ClusterK>(received, 16 * ClusterK * (share < 0 ? 0 : share < Share ? share : Share));
     int read = 0;
     int write = NumStages - 1;
 #pragma unroll 1
@@ -203,7 +207,6 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const auto finish = [&](int pair, float4 x) {
     const int r = pair / (TileN / 2);
     const int c = pair % (TileN / 2) * 2;
-    if (row + r >= m) return;
     T* target = out + (row + r) * ldout;
     const float first = Activation::template apply<T>(x.x) * x.z;
     const float second = Activation::template apply<T>(x.y) * x.w;
@@ -214,9 +217,12 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
       if (column + c + 1 < n) target[column + c + 1] = from_float<T>(second);
     }
   };
-  cluster_wait<ClusterK>();  // all have begun, and can be sent to
-  for (int i = threadIdx.x; i < Pairs; i += GroupThreads * GroupsK) {
-    if (row + i / (TileN / 2) >= m) break;
+  cluster_wait<ClusterK>();  // all have begun
+  constexpr int Threads = GroupThreads * GroupsK;
+#pragma unroll
+  for (int first = 0; first < Pairs; first += Threads) {
+    const int i = first + threadIdx.x;
+    if (i >= pairs) break;
     const float* first_group = all + i / (TileN / 2) * Pitch + i % (TileN / 2) * 2;
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -228,16 +234,18 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     if constexpr (ClusterK == 1) {
       finish(i, sum);
     } else {
-      store_to_block(sent + rank * Share + i % Share, sum, i / Share);
+      send_to_block(sent + rank * Share + i % Share, sum, received, i / Share);
     }
   }
   if constexpr (ClusterK > 1) {
-    cluster_arrive<ClusterK>();
-    cluster_wait<ClusterK>();  // all have sent
-    for (int i = threadIdx.x; i < Share; i += GroupThreads * GroupsK) {
+    barrier_wait(received, 0);
+#pragma unroll
+    for (int first = 0; first < Share; first += Threads) {
+      const int i = first + threadIdx.x;
+      if (i >= share || i >= Share) break;
       float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);  // of rows beyond m: nothing was sent
+      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
       finish(static_cast<int>(rank) * Share + i, sum);
     }
   }

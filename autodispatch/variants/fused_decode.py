@@ -38,7 +38,7 @@ class FusedDecodeConfig(Config):
     @property
     def shared_bytes(self) -> int:
         ring = self.groups_k * self.num_stages * (2 * self.tile_n + self.tile_m) * _TILE_K * 2
-        sent = self.tile_m * self.tile_n * 8 if self.cluster_k > 1 else 0
+        sent = self.tile_m * self.tile_n * 8 + 128 if self.cluster_k > 1 else 0
         return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4) + sent
 
     def grid(self, problem: Problem) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 // Clusters of blocks that write to one another's shared memory (compute capability 9.0 and up). Below it a cluster is one block.
 #pragma once
 
-#include "autodispatch/copy.cuh"
+#include "autodispatch/barrier.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)
@@ -9,26 +9,22 @@
 #define CLUSTER_OF(blocks)
 #endif
 
-// A block may be written to once it has begun, which it says by this, and others know after the next cluster_wait; and until
-// it ends.
+// A block may be sent to once it has begun: it expects `bytes` in all, which complete the first phase of `received`. All threads
+// call this, then, before they send, cluster_wait, which tells them that all blocks have begun.
 template <int Blocks>
-__device__ __forceinline__ void cluster_begin() {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Blocks > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#else
-  static_assert(Blocks == 1, "clusters need compute capability 9.0");
-#endif
-}
-
-// The two halves of a barrier for all threads of the cluster: what was written before arriving, also to other blocks' shared
-// memory, is visible after waiting. The threads of a warp wait together.
-template <int Blocks>
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ void cluster_begin(Barrier* received, int bytes) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (Blocks > 1) {
+    if (threadIdx.x == 0) {
+      barrier_init(received, 1);
+      barrier_init_fence();
+      barrier_arrive_expect(received, bytes);
+    }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
+#else
+  static_assert(Blocks == 1, "clusters need compute capability 9.0");
 #endif
 }
 
@@ -39,12 +35,15 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Writes to the place in block `rank` of the cluster where `pointer` lies in this block's shared memory.
-__device__ __forceinline__ void store_to_block(float4* pointer, const float4& x, unsigned rank) {
+// Writes to the place in block `rank` of the cluster where `pointer` lies in this block's shared memory, and counts the bytes
+// towards what that block expects. Nobody waits here; whoever waits for the block's phase sees them.
+__device__ __forceinline__ void send_to_block(float4* pointer, const float4& x, Barrier* received, unsigned rank) {
 #if __CUDA_ARCH__ >= 900
-  unsigned address;
+  unsigned address, barrier;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(received)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
                : "memory");
 #endif
 }
