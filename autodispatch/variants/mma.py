@@ -37,7 +37,6 @@ _SHAPES = (
 )
 _RING = {64: (4,), 128: (3, 4)}  # stages, by the bytes of k in one
 _DEEP_RING, _DEEP_RING_ROWS = 6, 64  # of 128 bytes, where a tile is small and the job is to read the weights
-_SHORT_RING, _SHORT_RING_TILE = 2, (128, 48)  # of 128 bytes, of 16-bit elements: an SM then has three fused blocks
 _BETWEEN, _MANY_ROUNDS_ROWS = (96, 144), 1024  # columns that fill the last round of blocks, where rounds are few
 _TALL = 32  # tile rows, from where on walking 16 of them together can pay
 _REGISTERS = 255
@@ -124,13 +123,11 @@ REQUIREMENTS = (
 )
 
 
-def _ring_suits(config: MmaConfig, products: int, k_bytes: int, device: DeviceInfo) -> bool:
+def _ring_suits(config: MmaConfig, k_bytes: int, device: DeviceInfo) -> bool:
     if device.compute_capability < (8, 0):
         return (config.num_stages, config.tile_k) == (2, 32)
     deep = config.num_stages == _DEEP_RING and k_bytes == 128 and config.tile_m <= _DEEP_RING_ROWS
-    is_short_tile = products == 2 and (config.tile_m, config.tile_n) == _SHORT_RING_TILE
-    short = config.num_stages == _SHORT_RING and is_short_tile and (k_bytes, config.tile_k) == (128, 64)
-    return deep or short or config.num_stages in _RING.get(k_bytes, ())
+    return deep or config.num_stages in _RING.get(k_bytes, ())
 
 
 def config_space(
@@ -163,9 +160,9 @@ def config_space(
             restriction("a tile that its warps share in whole fragments", is_fixed=True)(
                 lambda c, p, d: (c.tile_m, products * c.tile_n, c.warps_m, c.warps_n) in _SHAPES
             ),
-            restriction(
-                "4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles, 2 in 128 x (2 x 48); before 8.0 two of 64"
-            )(lambda c, p, d: _ring_suits(c, products, c.tile_k * p.item_bytes, d)),
+            restriction("4 stages of 64 bytes of k, 3 or 4 of 128, 6 in small tiles; before 8.0 two of 64")(
+                lambda c, p, d: _ring_suits(c, c.tile_k * p.item_bytes, d)
+            ),
             restriction("before 8.0 a power of two of columns")(
                 lambda c, p, d: d.compute_capability >= (8, 0) or c.tile_n & (c.tile_n - 1) == 0
             ),

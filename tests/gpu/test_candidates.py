@@ -39,19 +39,22 @@ def sizes(candidate: Candidate, base: Problem, device: DeviceInfo) -> list[tuple
     """One of all, few rows, and around the tile in every direction, with ragged and whole last tiles."""
     values = candidate.config.__dict__
     m, n, k = values.get("tile_m", 64), values.get("tile_n", 64), values.get("tile_k", 64)
+    stages, sharers = values.get("num_stages", 2), values.get("groups_k", 1) * values.get("cluster_k", 1)
     found = [
         (1, 1, 1),
         (max(m - 1, 1), n + 1, k + 1),
         (m + 1, n - 1, 2 * k - 1),
         (m, 2 * n, k),
-        (2 * m + 3, 2 * n + 9, values.get("num_stages", 2) * k + 33),
+        (2 * m + 3, 2 * n + 9, stages * k + 33),
+        (2 * m + 3, 2 * n + 9, (stages + 3) * sharers * k),  # whole stages only; then some sharers have one more
+        (m, 2 * n, ((stages + 1) * sharers + 1) * k),
         (min(m, 2), 511, 1031),
     ]
     if m >= 192 or values.get("group_m", 0) > 8:
         found += [(9 * m + 8, n + 1, 72), (17 * m + 3, 2 * n + 9, k + 8)]
     found += several_tiles_each(candidate, base, device)
     if values.get("tail_m"):  # one round of whole tiles and a few small ones; two rounds, of two rows of tiles
-        found += [(m - 3, (device.sm_count + 2) * n + 25, 3 * k + 8), (m + 5, (device.sm_count + 3) * n + 8, 5 * k)]
+        found += [(m - 3, (device.sm_count + 2) * n + 25, 17 * k + 8), (m + 5, (device.sm_count + 3) * n + 8, 16 * k)]
     if "wgmma" in candidate.variant.name:  # which take n and k in multiples of 8 only
         found = [(m, round_up(n, 8), round_up(k, 8)) for m, n, k in found]
     return found
@@ -133,10 +136,12 @@ def assert_twenty_repeats_are_identical(bench: CudaWorkbench, candidate: Candida
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dtype: str) -> None:
     bench = CudaWorkbench(device)
-    several = [(n, Problem(2 if n == "fused_gemv" else 130, 200, 520, dtype)) for n in CUDA_VARIANTS]
-    candidates = [(problem, VARIANTS[name].candidate(problem, device)) for name, problem in several]
-    shared_k = Problem(16, 64, 520, dtype)  # by warps, and by the blocks of a cluster
-    candidates += [(shared_k, c) for c in list(VARIANTS["fused_decode"].candidates(shared_k, device))[::10]]
+    candidates = []
+    for k in (520, 4096):  # the first ends within a stage, the second with one
+        several = [(n, Problem(2 if n == "fused_gemv" else 130, 200, k, dtype)) for n in CUDA_VARIANTS]
+        candidates += [(problem, VARIANTS[name].candidate(problem, device)) for name, problem in several]
+        shared_k = Problem(16, 64, k, dtype)  # by warps, and by the blocks of a cluster
+        candidates += [(shared_k, c) for c in list(VARIANTS["fused_decode"].candidates(shared_k, device))[::10]]
     for problem, candidate in candidates:
         if candidate is None:
             continue

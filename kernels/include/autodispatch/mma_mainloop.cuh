@@ -18,7 +18,7 @@
 #include "autodispatch/types.cuh"
 
 // The blocks that an SM is to have room for: three where its registers (of which ptxas needs more from 10.0 on) and its shared
-// memory allow it, else two, or one of more than six warps. `registers` are those of a thread.
+// memory allow it, else two, or one of eight warps. `registers` are those of a thread.
 constexpr int blocks_per_sm(int threads, int registers, int shared_bytes) {
 #if __CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 860
   constexpr int Shared = 100 * 1024;
@@ -58,7 +58,7 @@ struct MmaMainloop {
   static constexpr int StepK = 32 / sizeof(T);
   static constexpr int Steps = TileK / StepK;
   static constexpr int BuffersOfA = FragmentsM < 4 ? 2 : 1;
-  static constexpr int Registers = WarpProducts * FragmentsM * FragmentsN * 4 + (NumProducts == 2 && sizeof(T) == 2 ? 72 : 80);
+  static constexpr int Registers = WarpProducts * FragmentsM * FragmentsN * 4 + 80;
   static constexpr int BlocksPerSm = blocks_per_sm(NumThreads, Registers, NumStages * StageBytes);
   static constexpr int WeightsAt = Layout == nk && Steps * Groups > 2 ? 1 : 0;  // the group behind which a stage's weights are copied
   static constexpr bool WordsOfB = sizeof(T) == 4 && Layout == kn;  // ldmatrix transposes 16-bit elements only
