@@ -22,21 +22,9 @@ __device__ __forceinline__ CachePolicy policy_evict_last() {
   return policy;
 }
 
-// A whole chunk, or zeros where it is not wanted; the rest of its line comes into L2 with it.
-__device__ __forceinline__ void copy_async_whole(void* shared, const void* global, bool wanted) {
-  asm volatile("{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n  cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;\n}" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(static_cast<int>(wanted))
-               : "memory");
-}
-
-// The same under a policy, of the chunk alone.
-__device__ __forceinline__ void copy_async_whole(void* shared, const void* global, bool wanted, CachePolicy policy) {
-  asm volatile(
-      "{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n  cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, p, %3;\n}" ::"r"(
-          shared_address(shared)),
-      "l"(global), "r"(static_cast<int>(wanted)), "l"(policy)
-      : "memory");
+// A whole chunk; the rest of its line comes into L2 with it.
+__device__ __forceinline__ void copy_async_whole(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 // Pieces of 4 or 8 bytes go through L1, those of 16 do not.
@@ -72,14 +60,6 @@ struct LinePolicy {
 };
 
 #if __CUDA_ARCH__ >= 800
-__device__ __forceinline__ void copy_async_whole(void* shared, const void* global, bool wanted, LinePolicy line) {
-  asm volatile(
-      "{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n  cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, p, %3;\n}" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(static_cast<int>(wanted)), "l"(line.policy)
-      : "memory");
-}
-
 template <int Bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid, LinePolicy line) {
   if constexpr (Bytes == 16) {
@@ -97,10 +77,6 @@ template <typename T>
 __device__ __forceinline__ void keep_as_sum(T*& address) {
   asm("" : "+l"(address));
 }
-
-// Keeps a value that all threads of a warp share out of a uniform register: a copy that adds one to its address in shared memory
-// was refused as an illegal instruction (ptxas 13.0, compute capability 9.0).
-__device__ __forceinline__ void keep_in_vector(int& value) { asm("" : "+r"(value)); }
 
 // The `valid` bytes (0 to 16, a multiple of 2) of a chunk, and zeros behind. The source begins at a multiple of Alignment
 // bytes and is not touched past the valid bytes.

@@ -96,15 +96,17 @@ struct MmaMainloop {
     // Whether all rows and columns of the tile lie inside the operands.
     __device__ __forceinline__ bool whole() const { return (x.tile_m + 1) * TileM <= x.m && (x.tile_n + 1) * TileN <= x.n; }
 
-    // The next stage, which lies inside the operands, if there is one: `a`, then the weights.
-    __device__ __forceinline__ void fetch_a(T* stage, bool more) {
-      a.fetch(stage, x.lda, TileK, [&](int) { return more; });
+    // The next stage, which lies inside the operands, if it is wanted: `a`, then the weights.
+    template <typename Wanted>
+    __device__ __forceinline__ void fetch_a(T* stage, Wanted wanted) {
+      a.fetch(stage, x.lda, TileK, [&](int) { return wanted; });
     }
-    __device__ __forceinline__ void fetch_b(T* stage, bool more) {
+    template <typename Wanted>
+    __device__ __forceinline__ void fetch_b(T* stage, Wanted wanted) {
 #pragma unroll
       for (int p = 0; p < NumProducts; ++p) {
         b[p].fetch(stage + TileM * TileK + p * WeightElements, x.ldb[p], Layout == nk ? TileK : TileK * x.ldb[p],
-                   [&](int) { return more; });
+                   [&](int) { return wanted; });
       }
     }
 
@@ -207,8 +209,8 @@ struct MmaMainloop {
     } else {
 #pragma unroll
       for (int s = 0; s < NumStages - 1; ++s) {
-        loader.fetch_a(shared + s * StageElements, true);
-        loader.fetch_b(shared + s * StageElements, true);
+        loader.fetch_a(shared + s * StageElements, Constant<1>{});
+        loader.fetch_b(shared + s * StageElements, Constant<1>{});
         loader.put(shared + s * StageElements);
         copy_commit();
       }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autodispatch/copy.cuh"
+#include "autodispatch/types.cuh"
 
 // The largest power of two, up to `most`, that divides x.
 constexpr int power_of_two_in(int x, int most) { return (x & -x) < most ? x & -x : most; }
@@ -63,6 +64,42 @@ __device__ __forceinline__ void copy_tile(int thread, T* shared, const T* global
       });
 }
 
+__device__ __forceinline__ constexpr bool is_wanted(bool wanted) { return wanted; }
+__device__ __forceinline__ constexpr bool is_wanted(Constant<1>) { return true; }
+
+#if __CUDA_ARCH__ >= 800
+// A whole chunk, or zeros where it is not wanted; without a policy, or under that of a line, the rest of its line comes into L2
+// with it.
+__device__ __forceinline__ void copy_async_if(Constant<1>, void* shared, const void* global) { copy_async_whole(shared, global); }
+
+__device__ __forceinline__ void copy_async_if(bool wanted, void* shared, const void* global) {
+  asm volatile("{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n  cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;\n}" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_if(bool wanted, void* shared, const void* global, CachePolicy policy) {
+  asm volatile(
+      "{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n  cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, p, %3;\n}" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(static_cast<int>(wanted)), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_async_if(bool wanted, void* shared, const void* global, LinePolicy line) {
+  asm volatile(
+      "{\n  .reg .pred p;\n  setp.eq.b32 p, %2, 0;\n"
+      "  cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, p, %3;\n}" ::"r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<int>(wanted)), "l"(line.policy)
+      : "memory");
+}
+#endif
+
+// Keeps a value that all threads of a warp share out of a uniform register: a copy that adds one to its address in shared memory
+// was refused as an illegal instruction (ptxas 13.0, compute capability 9.0).
+__device__ __forceinline__ void keep_in_vector(int& value) { asm("" : "+r"(value)); }
+
 // The tiles of one operand, stage after stage, copied by NumThreads threads: the block, or with InGroups each group of so many.
 // `fetch` takes a tile whose wanted rows lie inside the matrix, from where the last one ended; `fetch_clipped` takes any tile.
 // From compute capability 8.0 both copy asynchronously; below it a tile is on its way through registers, `put` writes it, and
@@ -94,7 +131,7 @@ struct TileCopy {
     rest.begin(global, row, column, ld);
   }
 
-  // The next tile begins `next` elements further on. Rows r for which not wanted(r) are not read.
+  // The next tile begins `next` elements further on. Rows r for which not wanted(r), a bool or Constant<1>, are not read.
   template <typename Wanted, typename... Policy>
   __device__ __forceinline__ void fetch(T* shared, long long ld, long long next, Wanted wanted, Policy... policy) {
 #pragma unroll
@@ -102,9 +139,9 @@ struct TileCopy {
       const int row = first() + r * RowStep;
       if (Rows % RowStep == 0 || row < Rows) {
 #if __CUDA_ARCH__ >= 800
-        copy_async_whole(place(shared, r), source, wanted(row), policy...);
+        copy_async_if(wanted(row), place(shared, r), source, policy...);
 #else
-        if (wanted(row)) staged[r] = *reinterpret_cast<const uint4*>(source);
+        if (is_wanted(wanted(row))) staged[r] = *reinterpret_cast<const uint4*>(source);
 #endif
       }
       source += r + 1 < Count ? RowStep * ld : next - (Count - 1) * RowStep * ld;
