@@ -62,6 +62,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
 
   // Any stage: of 64 in k from `block` * 64 on, with zeros for what lies outside.
   const auto load = [&](int stage, int block) {
+    keep_in_vector(stage);
     T* weights = ring + stage * StageElements;
     const long long depth = static_cast<long long>(block) * TileK;
 #pragma unroll
