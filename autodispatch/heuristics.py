@@ -32,8 +32,8 @@ _BLOCK_BARRIER_S = 3.5e-6  # what they lose to a kernel that streams, where memo
 
 # kernels by mma.sync, of their best: two blocks per SM of four warps with 64 x 64 outputs of both products
 _MMA_WARP_TILE, _MMA_WARP_TILE_POWER = 4096, 0.37
-_MMA_WARPS_PER_SM, _MMA_WARPS_POWER = 8, 0.25
-_MMA_ONE_BLOCK, _MMA_SHORT_STAGES, _MMA_APART = 0.9, 0.92, 0.84
+_MMA_WARPS_PER_SM, _MMA_WARPS_POWER = 8, 0.3
+_MMA_ONE_BLOCK, _MMA_SHORT_STAGES, _MMA_APART = 0.97, 0.95, 0.84
 
 # kernels that stream the weights
 _STREAM_L2_BYTES_PER_CLOCK_AND_SM = 32.0  # into the busiest SM, where the rows of a come again for every block
@@ -270,7 +270,7 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
     if work.unit is Unit.DECODE:
         return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists
-    reach = 0.43 if (9, 0) <= cc < (12, 0) else 0.8
+    reach = 0.46 if (9, 0) <= cc < (12, 0) else 0.8
     return reach * tensor * _share_of_mma(work, device)
 
 

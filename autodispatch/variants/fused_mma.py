@@ -17,7 +17,7 @@ from autodispatch.variants.mma import REQUIREMENTS, MmaConfig, config_space, sta
 _TAIL_M = (0, 32, 64)
 _WITH_TAIL = ((64, 64), (128, 64))  # tile_m, tile_n
 _MAX_ROUNDS = 8  # of whole tiles; beyond it a last one of few costs little
-_TAIL_COST = {2: 0.5, 4: 0.35}  # of a round of whole tiles, by tile_m / tail_m
+_TAIL_COST = {2: 0.35, 4: 0.2}  # of a round of whole tiles, by tile_m / tail_m
 
 
 @dataclass(frozen=True)
