@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import files
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +104,31 @@ def test_the_activation_product_builds_in_every_form(device: DeviceInfo) -> None
 @pytest.mark.parametrize("device", GPUS, ids=lambda d: "sm_{}{}".format(*d.compute_capability))
 def test_the_check_builds_for_every_type(device: DeviceInfo) -> None:
     assert_builds_cleanly([KernelSpec(load("compare"), (("T", t),)) for t in KERNEL_TYPES.values()], device)
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    tool = next(f for f in files("nvidia-cuda-nvdisasm") or () if f.stem == "nvdisasm").locate()
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize(("name", "every"), [("fused_decode", 36), ("fused_mma", 12)])
+def test_no_copy_is_an_instruction_that_hopper_refuses(name: str, every: int, layout: str, tmp_path: Path) -> None:
+    problems = [Problem(m, 8960, 1536, "bfloat16", layout) for m in (8, 33, 128, 512)]
+    if name == "fused_decode":  # which also copies rows that are not at multiples of 16 bytes
+        problems += [Problem(33, 65, 47, "float16", layout, alignment) for alignment in (2, 4, 8, 16)]
+    variant = VARIANTS[name]
+    found = {variant.spec(c.config, p): None for p in problems for c in list(variant.candidates(p, H200))[::every]}  # type: ignore[attr-defined]
+    assert len(found) >= 8, len(found)
+    copies = 0
+    for spec in found:
+        code = disassembled(build_without_gpu(spec, (9, 0)).cubin, tmp_path)
+        copies += code.count("LDGSTS")
+        # a descriptor is a pair of uniform registers and begins at an even one; ptxas 13.0 has made others
+        assert not re.search(r"desc\[UR\d*[13579]\]", code), spec.expression
+    assert copies
 
 
 WAITING = ["fused_wgmma", "fused_wgmma_small", "fused_decode", "fused_gemv"]  # for the grid before them
