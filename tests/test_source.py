@@ -130,7 +130,7 @@ def test_ptx_stands_in_headers_that_are_named_by_role() -> None:
     with_ptx = {
         p.stem for p in (source.include_folder() / "autodispatch").glob("*.cuh") if re.search(r"\basm\b", p.read_text())
     }
-    assert with_ptx == {"types", "copy", "mma", "barrier", "cluster", "grid", "tma", "vector", "wgmma"}
+    assert with_ptx == {"types", "copy", "tile_copy", "mma", "barrier", "cluster", "grid", "tma", "vector", "wgmma"}
 
 
 def test_kernels_need_no_header_of_a_toolkit() -> None:
