@@ -8,8 +8,8 @@
 // added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k: each
 // adds up its own sums and sends them to the blocks that finish them, a part of the tile each, without waiting for the others.
 // Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0, clusters 9.0.
-// Shared memory: the larger of GroupsK * NumStages * (2 * TileN + TileM) * 128 and GroupsK * 2 * TileM * (TileN + 4) * 4
-// bytes, and in a cluster TileM * TileN * 8 + 128 for what the blocks send; dynamic.
+// Shared memory: GroupsK * NumStages * (2 * TileN + TileM) * 128 bytes, and in a cluster TileM * TileN * 8 + 128 for what the
+// blocks send; dynamic.
 #include "autodispatch/activation.cuh"
 #include "autodispatch/barrier.cuh"
 #include "autodispatch/cluster.cuh"
@@ -38,12 +38,13 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   constexpr int WeightWidth = Layout == nk ? TileK : TileN;
   constexpr int WeightElements = TileN * TileK;
   constexpr int StageElements = 2 * WeightElements + TileM * TileK;
-  constexpr int Pitch = TileN + 4;  // of a row of sums: the four lanes of a quad then write to different banks
-  constexpr int Pairs = TileM * TileN / 2;  // of outputs
+  constexpr int RingElements = NumStages * StageElements;  // of one group
+  constexpr int Pairs = TileM * TileN / 2;  // r * TileN + c is that of rows 2r and 2r + 1 in column c, whose sums one lane holds
   constexpr int Share = Pairs / ClusterK;   // that a block finishes
   static_assert(TileM % 8 == 0 && TileN % (8 * ColumnWarps) == 0, "tiles are multiples of 8, in columns also per warp");
   static_assert(NumStages >= 2, "the ring needs two stages");
-  static_assert(Pairs % ClusterK == 0, "blocks of a cluster finish equal parts of a tile");
+  static_assert(Share % 32 == 0, "warps finish outputs together");
+  static_assert(RingElements * sizeof(T) >= Pairs * sizeof(float4), "a group's sums take the place of its stages");
 
   extern __shared__ __align__(128) uint4 shared[];
   const int lane = threadIdx.x % 32;
@@ -55,8 +56,8 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const long long column = static_cast<long long>(blockIdx.x / ClusterK) * TileN;
   float4* sent = reinterpret_cast<float4*>(shared);  // to this block: [ClusterK][Share] of two gate and two up sums
   Barrier* received = reinterpret_cast<Barrier*>(sent + Pairs);
-  uint4* own_shared = shared + (ClusterK > 1 ? Pairs + 8 : 0);  // rows of the ring begin at multiples of 128 bytes
-  T* ring = reinterpret_cast<T*>(own_shared) + group * NumStages * StageElements;
+  T* rings = reinterpret_cast<T*>(shared + (ClusterK > 1 ? Pairs + 8 : 0));  // their rows begin at multiples of 128 bytes
+  T* ring = rings + group * RingElements;
   const Conditional<Layout == kn && TileN * sizeof(T) < 128, LinePolicy, CachePolicy> stream{policy_evict_first()};
   const CachePolicy keep = policy_evict_last();
 
@@ -120,8 +121,8 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   const int blocks = static_cast<int>(ceil_div(k, TileK));
   const int own = blocks > first_block ? (blocks - first_block + Sharers - 1) / Sharers : 0;
 
-  const int columns = n - column < TileN ? static_cast<int>(n - column) : TileN;
-  const int rows = m - row < TileM ? static_cast<int>(m - row) : TileM;
+  const unsigned columns = n - column < TileN ? static_cast<unsigned>(n - column) : TileN;
+  const unsigned rows = m - row < TileM ? static_cast<unsigned>(m - row) : TileM;
   TileCopy<WeightRows, WeightWidth, GroupThreads, false, T, true> gate, up;
   TileCopy<TileM, TileK, GroupThreads, false, T, true> tokens;
   const long long depth = static_cast<long long>(first_block) * TileK;
@@ -132,31 +133,36 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     keep_in_vector(stage);
     T* target = ring + stage * StageElements;
     constexpr int Step = Sharers * TileK;
-    const auto column_wanted = [&](int r) { return Layout == kn || r < columns; };
+    const auto column_wanted = [&](unsigned r) { return Layout == kn || r < columns; };
     gate.fetch(target, ldb1, Layout == nk ? Step : Step * ldb1, column_wanted, stream);
     up.fetch(target + WeightElements, ldb2, Layout == nk ? Step : Step * ldb2, column_wanted, stream);
-    tokens.fetch(target + 2 * WeightElements, lda, Step, [&](int r) { return r < rows; }, keep);
+    tokens.fetch(target + 2 * WeightElements, lda, Step, [&](unsigned r) { return r < rows; }, keep);
+  };
+
+  const auto group_barrier = [&] {
+    if (ColumnWarps == 1) {
+      __syncwarp();
+    } else {
+      named_barrier_sync(1 + group, GroupThreads);
+    }
   };
 
   wait_for_previous_grid();
-  const int pairs = rows * (TileN / 2);  // of rows that are there
-  const int share = pairs - static_cast<int>(rank) * Share;
-
-  // Goes through this group's stages: begin(s) starts on the first ones, refill(stage, i) on the i-th.
-  const auto stream_through = [&](auto begin, auto refill) __attribute__((always_inline)) {
-    begin();
-    cluster_begin<ClusterK>(received, 16 * ClusterK * (share < 0 ? 0 : share < Share ? share : Share));
+  // Goes through this group's stages, which with Constant<1> fill its ring; fetch_to(stage, i) starts on the i-th.
+  const auto stream_through = [&](auto fills, auto fetch_to) __attribute__((always_inline)) {
+#pragma unroll 1
+    for (int s = 0; s < NumStages - 1; ++s) {
+      if (decltype(fills)::value || s < own) fetch_to(s, s);
+      copy_commit();
+    }
+    cluster_begin<ClusterK>(received, 16 * Pairs);
     int read = 0;
     int write = NumStages - 1;
 #pragma unroll 1
     for (int i = 0; i < own; ++i) {
       copy_wait<NumStages - 2>();
-      if (ColumnWarps == 1) {
-        __syncwarp();
-      } else {
-        named_barrier_sync(1 + group, GroupThreads);
-      }
-      if (i + NumStages - 1 < own) refill(write, i + NumStages - 1);
+      group_barrier();
+      if (i + NumStages - 1 < own) fetch_to(write, i + NumStages - 1);
       copy_commit();
       multiply(ring + read * StageElements);
       read = read + 1 == NumStages ? 0 : read + 1;
@@ -165,89 +171,82 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   };
   const bool is_edge = Alignment < 16 || own < NumStages - 1 || k % TileK != 0 || (Layout == kn && n < column + TileN);
   if (is_edge) {
-    const auto load_own = [&](int stage, int i) { load(stage, first_block + i * Sharers); };
-    stream_through(
-        [&] {
-#pragma unroll 1
-          for (int s = 0; s < NumStages - 1; ++s) {
-            if (s < own) load_own(s, s);
-            copy_commit();
-          }
-        },
-        load_own);
+    stream_through(Constant<0>{}, [&](int stage, int i) { load(stage, first_block + i * Sharers); });
   } else {
-    stream_through(
-        [&] {
-#pragma unroll 1
-          for (int s = 0; s < NumStages - 1; ++s) {
-            fetch(s);
-            copy_commit();
-          }
-        },
-        [&](int stage, int) { fetch(stage); });
+    stream_through(Constant<1>{}, [&](int stage, int) { fetch(stage); });
   }
-  copy_wait<0>();
-  __syncthreads();  // all have read their stages
 
-  float* all = reinterpret_cast<float*>(own_shared);
-  float* gates = all + group * 2 * TileM * Pitch;
-  float* ups = gates + TileM * Pitch;
+  // Where a pair's sums lie: swizzled, so that neighbouring lanes, which hold 4 rows of a column, but read a row's columns, find
+  // different banks.
+  const auto place = [](unsigned r, unsigned c) { return r * TileN + (c ^ (r % 4 * 2)); };
+  group_barrier();  // all have read their stages
 #pragma unroll
   for (int j = 0; j < Columns; ++j) {
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int at = (i * 8 + lane % 4 * 2 + x) * Pitch + warp_column + j * 8 + lane / 4;
-        gates[at] = sums[j][i][x];
-        ups[at] = sums[j][i][x + 2];
-      }
+      const float(&x)[4] = sums[j][i];
+      reinterpret_cast<float4*>(ring)[place(i * 4 + lane % 4, warp_column + j * 8 + lane / 4)] = {x[0], x[1], x[2], x[3]};
     }
   }
   __syncthreads();
-  const auto finish = [&](int pair, float4 x) {
-    const int r = pair / (TileN / 2);
-    const int c = pair % (TileN / 2) * 2;
-    T* target = out + (row + r) * ldout;
+  const auto own_sum = [&](unsigned pair) {
+    const unsigned at = place(pair / TileN, pair % TileN);
+    float4 sum = reinterpret_cast<const float4*>(rings)[at];
+#pragma unroll
+    for (int s = 1; s < GroupsK; ++s) add(sum, reinterpret_cast<const float4*>(rings + s * RingElements)[at]);
+    return sum;
+  };
+  // Two lanes with neighbouring columns trade, so that each has two neighbouring outputs of one row.
+  const auto finish = [&](unsigned pair, const float4& x) {
     const float first = Activation::template apply<T>(x.x) * x.z;
     const float second = Activation::template apply<T>(x.y) * x.w;
-    if constexpr (Alignment >= 4) {
-      store_pair(target, column + c, n, first, second);
+    const bool odd = pair % 2;
+    const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+    return pack_pair<T>(odd ? other : first, odd ? second : other);
+  };
+  const auto store = [&](unsigned pair, unsigned outputs) {
+    const unsigned r = pair / TileN * 2 + pair % 2;
+    const unsigned c = pair % TileN / 2 * 2;
+    if (r >= rows || c >= columns) return;
+    T* target = out + (row + r) * ldout + column + c;
+    if (Alignment >= 4 && c + 1 < columns) {
+      *reinterpret_cast<unsigned*>(target) = outputs;
     } else {
-      if (column + c < n) target[column + c] = from_float<T>(first);
-      if (column + c + 1 < n) target[column + c + 1] = from_float<T>(second);
+      target[0] = reinterpret_cast<const T*>(&outputs)[0];
+      if (c + 1 < columns) target[1] = reinterpret_cast<const T*>(&outputs)[1];
     }
   };
-  cluster_wait<ClusterK>();  // all have begun
   constexpr int Threads = GroupThreads * GroupsK;
+  // Finishes `count` pairs from `begin` on, sum(i) the sums of the i-th: side by side, since none is stored before all are there.
+  const auto finish_all = [&](auto count, unsigned begin, auto sum) {
+    constexpr int Count = decltype(count)::value;
+    unsigned outputs[(Count + Threads - 1) / Threads];
 #pragma unroll
-  for (int first = 0; first < Pairs; first += Threads) {
-    const int i = first + threadIdx.x;
-    if (i >= pairs) break;
-    const float* first_group = all + i / (TileN / 2) * Pitch + i % (TileN / 2) * 2;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int t = 0; t * Threads < Count; ++t) {
+      const unsigned i = t * Threads + threadIdx.x;
+      if (Count % Threads == 0 || i < Count) outputs[t] = finish(begin + i, sum(i));
+    }
 #pragma unroll
-    for (int s = 0; s < GroupsK; ++s) {
-      const float2 gate = *reinterpret_cast<const float2*>(first_group + s * 2 * TileM * Pitch);
-      const float2 up = *reinterpret_cast<const float2*>(first_group + (s * 2 + 1) * TileM * Pitch);
-      add(sum, {gate.x, gate.y, up.x, up.y});
+    for (int t = 0; t * Threads < Count; ++t) {
+      const unsigned i = t * Threads + threadIdx.x;
+      if (Count % Threads == 0 || i < Count) store(begin + i, outputs[t]);
     }
-    if constexpr (ClusterK == 1) {
-      finish(i, sum);
-    } else {
-      send_to_block(sent + rank * Share + i % Share, sum, received, i / Share);
+  };
+  if constexpr (ClusterK == 1) {
+    finish_all(Constant<Pairs>{}, 0, own_sum);
+  } else {
+    cluster_wait<ClusterK>();  // all have begun
+#pragma unroll
+    for (int t = 0; t * Threads < Pairs; ++t) {
+      const unsigned i = t * Threads + threadIdx.x;
+      if (Pairs % Threads == 0 || i < Pairs) send_to_block(sent + rank * Share + i % Share, own_sum(i), received, i / Share);
     }
-  }
-  if constexpr (ClusterK > 1) {
     barrier_wait(received, 0);
+    finish_all(Constant<Share>{}, rank * Share, [&](unsigned i) {
+      float4 sum = sent[i];
 #pragma unroll
-    for (int first = 0; first < Share; first += Threads) {
-      const int i = first + threadIdx.x;
-      if (i >= share || i >= Share) break;
-      float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (int s = 0; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
-      finish(static_cast<int>(rank) * Share + i, sum);
-    }
+      for (int s = 1; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
+      return sum;
+    });
   }
 }

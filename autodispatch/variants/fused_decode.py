@@ -39,7 +39,7 @@ class FusedDecodeConfig(Config):
     def shared_bytes(self) -> int:
         ring = self.groups_k * self.num_stages * (2 * self.tile_n + self.tile_m) * _TILE_K * 2
         sent = self.tile_m * self.tile_n * 8 + 128 if self.cluster_k > 1 else 0
-        return max(ring, self.groups_k * 2 * self.tile_m * (self.tile_n + 4) * 4) + sent
+        return ring + sent
 
     def grid(self, problem: Problem) -> tuple[int, int]:
         return ceil_div(problem.n, self.tile_n) * self.cluster_k, ceil_div(problem.m, self.tile_m)
@@ -51,13 +51,14 @@ class FusedDecodeConfig(Config):
 
 def _cluster_suits(config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> bool:
     """Four and more SMs must belong to one part of the GPU, which cannot be filled to the last SM: of 64 blocks for 132
-    SMs clusters of 4 and 8 run at once, of 128 they were seen to wait for one another."""
+    SMs clusters of 4 and 8 run at once, of 128 they were seen to wait for one another. A block finishes its part of a
+    tile in whole warps of two outputs per lane."""
     if config.cluster_k == 1:
         return True
     blocks = config.blocks(problem) if config.cluster_k == 2 else 3 * config.blocks(problem) // 2
     return (
         problem.layout == "kn"
-        and config.warps == 8
+        and config.tile_m * config.tile_n % (64 * config.cluster_k) == 0
         and device.compute_capability >= (9, 0)
         and blocks <= device.sm_count
     )
@@ -90,9 +91,7 @@ class FusedDecode(Variant):
             Restriction(
                 lambda c, p, d: c.shared_bytes <= d.shared_bytes_per_block, "the device's shared memory per block"
             ),
-            Restriction(
-                _cluster_suits, "clusters of blocks of 8 warps, for kn, on compute capability 9.0, that all find SMs"
-            ),
+            Restriction(_cluster_suits, "clusters for kn, on compute capability 9.0, whose blocks all find SMs"),
             Restriction(lambda c, p, d: c.blocks(p) <= MAX_GRID_X, "a grid of fewer than 2^31 blocks"),
         ),
     )

@@ -10,7 +10,8 @@
 #endif
 
 // A block may be sent to once it has begun: it expects `bytes` in all, which complete the first phase of `received`. All threads
-// call this, then, before they send, cluster_wait, which tells them that all blocks have begun.
+// call this, then, before they send, cluster_wait, which tells them that all blocks have begun. Nothing but the barrier has to be
+// seen by others, and its own fence sees to that: an arrival with release would wait for all copies that are on their way.
 template <int Blocks>
 __device__ __forceinline__ void cluster_begin(Barrier* received, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -21,7 +22,7 @@ __device__ __forceinline__ void cluster_begin(Barrier* received, int bytes) {
       barrier_arrive_expect(received, bytes);
     }
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
 #else
   static_assert(Blocks == 1, "clusters need compute capability 9.0");
