@@ -4,9 +4,9 @@
 // The weights are the left operand of mma.sync: an m16 tile is eight gate columns above the same eight up columns, so that both
 // sums of an output lie in one thread, and the rows of a are n8 tiles: no product is wasted on rows that are not there.
 // A block computes TileN columns by TileM rows. Its warps stand ColumnWarps x GroupsK: a group of warps has its own ring of
-// NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups are
-// added, in a fixed order, through shared memory. Where there are too few tiles, a cluster of ClusterK blocks shares k: each
-// adds up its own sums and sends them to the blocks that finish them, a part of the tile each, without waiting for the others.
+// NumStages stages of 64 in k, takes every GroupsK-th of them, and waits for nobody else until the sums of all groups, each left
+// where its ring was, are added in a fixed order. Where there are too few tiles, a cluster of ClusterK blocks shares k: each
+// adds up its own sums and, once all have begun, sends them to the blocks that finish them, a part of the tile each.
 // Bound by global memory up to m of about 32, by L2 (which feeds a to every block) above. Requires 8.0, clusters 9.0.
 // Shared memory: GroupsK * NumStages * (2 * TileN + TileM) * 128 bytes, and in a cluster TileM * TileN * 8 + 128 for what the
 // blocks send; dynamic.
@@ -39,11 +39,12 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   constexpr int WeightElements = TileN * TileK;
   constexpr int StageElements = 2 * WeightElements + TileM * TileK;
   constexpr int RingElements = NumStages * StageElements;  // of one group
-  constexpr int Pairs = TileM * TileN / 2;  // r * TileN + c is that of rows 2r and 2r + 1 in column c, whose sums one lane holds
-  constexpr int Share = Pairs / ClusterK;   // that a block finishes
+  // A pair is rows 2r and 2r + 1 of one column c, index r * TileN + c: their sums lie in one lane.
+  constexpr int Pairs = TileM * TileN / 2;
+  constexpr int Share = Pairs / ClusterK;  // that a block finishes
   static_assert(TileM % 8 == 0 && TileN % (8 * ColumnWarps) == 0, "tiles are multiples of 8, in columns also per warp");
   static_assert(NumStages >= 2, "the ring needs two stages");
-  static_assert(Share % 32 == 0, "warps finish outputs together");
+  static_assert(Pairs % (2 * ClusterK) == 0, "blocks of a cluster finish equal parts of a tile, two lanes at a time");
   static_assert(RingElements * sizeof(T) >= Pairs * sizeof(float4), "a group's sums take the place of its stages");
 
   extern __shared__ __align__(128) uint4 shared[];
@@ -94,12 +95,12 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     const T* weights = stage + half * WeightElements;
     const T* rows = stage + 2 * WeightElements;
 #pragma unroll
-    for (int pair = 0; pair < TileK / 32; ++pair) {
+    for (int part = 0; part < TileK / 32; ++part) {
       unsigned b[Rows][4];  // 32 of k
 #pragma unroll
-      for (int i = 0; i < Rows; ++i) load_matrix_x4(b[i], rows + swizzled<TileK>(i * 8 + lane % 8, pair * 4 + lane / 8));
+      for (int i = 0; i < Rows; ++i) load_matrix_x4(b[i], rows + swizzled<TileK>(i * 8 + lane % 8, part * 4 + lane / 8));
 #pragma unroll
-      for (int step = pair * 2; step < pair * 2 + 2; ++step) {
+      for (int step = part * 2; step < part * 2 + 2; ++step) {
 #pragma unroll
         for (int j = 0; j < Columns; ++j) {
           unsigned w[4];
@@ -148,11 +149,11 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
   };
 
   wait_for_previous_grid();
-  // Goes through this group's stages, which with Constant<1> fill its ring; fetch_to(stage, i) starts on the i-th.
-  const auto stream_through = [&](auto fills, auto fetch_to) __attribute__((always_inline)) {
+  // Goes through this group's stages, with Constant<1> enough of them to fill its ring; fetch_to(stage, i) starts on the i-th.
+  const auto stream_through = [&](auto enough, auto fetch_to) __attribute__((always_inline)) {
 #pragma unroll 1
     for (int s = 0; s < NumStages - 1; ++s) {
-      if (decltype(fills)::value || s < own) fetch_to(s, s);
+      if (decltype(enough)::value || s < own) fetch_to(s, s);
       copy_commit();
     }
     cluster_begin<ClusterK>(received, 16 * Pairs);
@@ -176,8 +177,7 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     stream_through(Constant<1>{}, [&](int stage, int) { fetch(stage); });
   }
 
-  // Where a pair's sums lie: swizzled, so that neighbouring lanes, which hold 4 rows of a column, but read a row's columns, find
-  // different banks.
+  // Where a pair's sums lie: swizzled, since four neighbouring lanes write pairs of one column, but lanes read along a row.
   const auto place = [](unsigned r, unsigned c) { return r * TileN + (c ^ (r % 4 * 2)); };
   group_barrier();  // all have read their stages
 #pragma unroll
@@ -196,11 +196,11 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     for (int s = 1; s < GroupsK; ++s) add(sum, reinterpret_cast<const float4*>(rings + s * RingElements)[at]);
     return sum;
   };
-  // Two lanes with neighbouring columns trade, so that each has two neighbouring outputs of one row.
-  const auto finish = [&](unsigned pair, const float4& x) {
+  // All lanes of a warp call this. Those of columns c and c + 1 trade: one gets both outputs of row 2r, the other those of 2r + 1.
+  const auto finish = [&](const float4& x) {
     const float first = Activation::template apply<T>(x.x) * x.z;
     const float second = Activation::template apply<T>(x.y) * x.w;
-    const bool odd = pair % 2;
+    const bool odd = lane % 2;
     const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
     return pack_pair<T>(odd ? other : first, odd ? second : other);
   };
@@ -217,36 +217,38 @@ __global__ void CLUSTER_OF(ClusterK) __launch_bounds__(ColumnWarps * GroupsK * 3
     }
   };
   constexpr int Threads = GroupThreads * GroupsK;
-  // Finishes `count` pairs from `begin` on, sum(i) the sums of the i-th: side by side, since none is stored before all are there.
-  const auto finish_all = [&](auto count, unsigned begin, auto sum) {
+  // Takes `count` pairs through two steps, middle = first(i), then second(i, middle), the second for none before the first for all,
+  // so that memory is waited for once. The first is also called for a last warp's lanes beyond them.
+  const auto in_two_steps = [&](auto count, auto first, auto second) {
     constexpr int Count = decltype(count)::value;
-    unsigned outputs[(Count + Threads - 1) / Threads];
+    constexpr int Turns = (Count + Threads - 1) / Threads;
+    decltype(first(0u)) middle[Turns];
 #pragma unroll
-    for (int t = 0; t * Threads < Count; ++t) {
+    for (int t = 0; t < Turns; ++t) {
       const unsigned i = t * Threads + threadIdx.x;
-      if (Count % Threads == 0 || i < Count) outputs[t] = finish(begin + i, sum(i));
+      if (Count % Threads == 0 || i < (Count + 31) / 32 * 32) middle[t] = first(Count % 32 == 0 || i < Count ? i : 0);
     }
 #pragma unroll
-    for (int t = 0; t * Threads < Count; ++t) {
+    for (int t = 0; t < Turns; ++t) {
       const unsigned i = t * Threads + threadIdx.x;
-      if (Count % Threads == 0 || i < Count) store(begin + i, outputs[t]);
+      if (Count % Threads == 0 || i < Count) second(i, middle[t]);
     }
   };
   if constexpr (ClusterK == 1) {
-    finish_all(Constant<Pairs>{}, 0, own_sum);
+    in_two_steps(Constant<Pairs>{}, [&](unsigned i) { return finish(own_sum(i)); }, store);
   } else {
     cluster_wait<ClusterK>();  // all have begun
-#pragma unroll
-    for (int t = 0; t * Threads < Pairs; ++t) {
-      const unsigned i = t * Threads + threadIdx.x;
-      if (Pairs % Threads == 0 || i < Pairs) send_to_block(sent + rank * Share + i % Share, own_sum(i), received, i / Share);
-    }
+    in_two_steps(Constant<Pairs>{}, own_sum, [&](unsigned i, const float4& sum) {
+      send_to_block(sent + rank * Share + i % Share, sum, received, i / Share);
+    });
     barrier_wait(received, 0);
-    finish_all(Constant<Share>{}, rank * Share, [&](unsigned i) {
+    const auto whole_sum = [&](unsigned i) {
       float4 sum = sent[i];
 #pragma unroll
       for (int s = 1; s < ClusterK; ++s) add(sum, sent[s * Share + i]);
       return sum;
-    });
+    };
+    in_two_steps(Constant<Share>{}, [&](unsigned i) { return finish(whole_sum(i)); },
+                 [&](unsigned i, unsigned outputs) { store(rank * Share + i, outputs); });
   }
 }

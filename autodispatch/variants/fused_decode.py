@@ -51,14 +51,12 @@ class FusedDecodeConfig(Config):
 
 def _cluster_suits(config: FusedDecodeConfig, problem: Problem, device: DeviceInfo) -> bool:
     """Four and more SMs must belong to one part of the GPU, which cannot be filled to the last SM: of 64 blocks for 132
-    SMs clusters of 4 and 8 run at once, of 128 they were seen to wait for one another. A block finishes its part of a
-    tile in whole warps of two outputs per lane."""
+    SMs clusters of 4 and 8 run at once, of 128 they were seen to wait for one another."""
     if config.cluster_k == 1:
         return True
     blocks = config.blocks(problem) if config.cluster_k == 2 else 3 * config.blocks(problem) // 2
     return (
         problem.layout == "kn"
-        and config.tile_m * config.tile_n % (64 * config.cluster_k) == 0
         and device.compute_capability >= (9, 0)
         and blocks <= device.sm_count
     )

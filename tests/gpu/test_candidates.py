@@ -111,14 +111,14 @@ def test_misaligned_rows_and_pointers_are_right_in_every_variant_that_takes_them
             Problem(33, 65, 47, dtype, layout, alignment)
         return
     bench = CudaWorkbench(device)
-    for m in (1, 2, 33):
-        problem = Problem(m, 65, 47, dtype, layout, alignment)
+    for m, k in ((1, 47), (2, 47), (33, 47), (5, 583)):  # the last is shared by the warps and blocks that do so
+        problem = Problem(m, 65, k, dtype, layout, alignment)
         bench.load(problem, copies=0)
         served = [c for v in VARIANTS.values() for c in v.candidates(problem, device)]
         some = {"fused_decode"} if dtype != "float32" else set()
         some |= {"fused_gemv"} if m <= 2 else set()
         assert {"fused_simt", "split_simt", "split_cublas", *some} == {c.variant.name for c in served}
-        for candidate in {*served[::8], *{c.variant.name: c for c in served}.values()}:
+        for candidate in {*served[::7], *{c.variant.name: c for c in served}.values()}:
             check = bench.check(candidate.executable(problem, device))
             assert check.status == "ok", f"{candidate}: {check.reason}"
 
@@ -141,7 +141,7 @@ def test_twenty_repeats_are_bitwise_identical(device: DeviceInfo, cupy: Any, dty
         several = [(n, Problem(2 if n == "fused_gemv" else 130, 200, k, dtype)) for n in CUDA_VARIANTS]
         candidates += [(problem, VARIANTS[name].candidate(problem, device)) for name, problem in several]
         shared_k = Problem(16, 64, k, dtype)  # by warps, and by the blocks of a cluster
-        candidates += [(shared_k, c) for c in list(VARIANTS["fused_decode"].candidates(shared_k, device))[::10]]
+        candidates += [(shared_k, c) for c in list(VARIANTS["fused_decode"].candidates(shared_k, device))[::9]]
     for problem, candidate in candidates:
         if candidate is None:
             continue

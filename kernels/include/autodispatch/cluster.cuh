@@ -10,8 +10,9 @@
 #endif
 
 // A block may be sent to once it has begun: it expects `bytes` in all, which complete the first phase of `received`. All threads
-// call this, then, before they send, cluster_wait, which tells them that all blocks have begun. Nothing but the barrier has to be
-// seen by others, and its own fence sees to that: an arrival with release would wait for all copies that are on their way.
+// call this, then, before they send, cluster_wait, which tells them that all blocks have begun. Others need to see the barrier, and
+// its own fence sees to that; not what it expects: its phase cannot end before this block's arrival, and bytes that come earlier
+// count below zero. So the arrival is relaxed: with release it would wait for all copies that are on their way.
 template <int Blocks>
 __device__ __forceinline__ void cluster_begin(Barrier* received, int bytes) {
 #if __CUDA_ARCH__ >= 900
