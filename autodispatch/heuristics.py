@@ -43,6 +43,8 @@ _STREAM_LATENCY_SHARE = 0.25  # of its steps' latency that the other groups of w
 _HALF_LINES_COST, _QUARTER_LINES_COST = 1.25, 2.0
 _SHORTEST_WAVE = 0.67  # of a wave that fills the GPU
 _GEMV_IN_FLIGHT_BYTES = 16 << 10  # of one block, in registers
+_GEMV_SAVED_S = 0.7e-6  # there is no ring to fill, and no group's sums to wait for
+_GEMV_LATENCY_SHARE = 0.4  # of its steps' latency that other warps do not hide: between two steps a warp has nothing under way
 
 # kernels by wgmma
 _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM
@@ -124,10 +126,12 @@ def _predict_stream(work: Work, problem: Problem, device: DeviceInfo, clock: flo
     if work.row_bytes < _LINE_BYTES:
         cost = _HALF_LINES_COST if 2 * work.row_bytes >= _LINE_BYTES else _QUARTER_LINES_COST
         memory, l2 = memory * cost, l2 * cost
+    latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
+    if work.unit is Unit.GEMV:  # its blocks are so short that waves blur
+        return _estimate(LAUNCH_S - _GEMV_SAVED_S + _GEMV_LATENCY_SHARE * latency, arithmetic, l2, memory)
     if per_sm > resident:  # a last wave of few blocks cannot draw the whole bandwidth
         waves = work.blocks / (device.sm_count * resident)
         memory *= (waves // 1 + max(waves % 1, _SHORTEST_WAVE)) / waves
-    latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
     return _estimate(LAUNCH_S, arithmetic + _STREAM_LATENCY_SHARE * latency, l2, memory)
 
 
@@ -226,8 +230,8 @@ def waves(work: Work, device: DeviceInfo) -> float:
 def _blocks_per_sm(work: Work, device: DeviceInfo) -> int:
     by_threads = device.threads_per_sm // work.threads
     by_shared = device.shared_bytes_per_sm // (work.shared_bytes + 1024)
-    accumulators = work.products * work.tile_m * work.tile_n // work.threads
-    by_registers = device.registers_per_sm // (work.threads * min(255, accumulators + 64))
+    registers = work.registers or work.products * work.tile_m * work.tile_n // work.threads + 64
+    by_registers = device.registers_per_sm // (work.threads * min(255, registers))
     return max(1, min(by_threads, by_shared, by_registers))
 
 
@@ -266,7 +270,7 @@ def _flops_per_clock(work: Work, problem: Problem, device: DeviceInfo) -> float:
     if work.unit is Unit.FP32:
         return 0.6 * fp32
     if work.unit is Unit.GEMV:
-        return 0.1 * fp32
+        return 0.12 * fp32
     if work.unit is Unit.DECODE:
         return _STREAM_FLOPS_PER_CLOCK
     # mma.sync reaches about half of what wgmma does where the latter exists

@@ -30,6 +30,12 @@ class FusedGemvConfig(Config):
     def blocks(self, problem: Problem) -> int:
         return ceil_div(problem.n, self.columns(problem))
 
+    def steps(self, problem: Problem) -> int:
+        """How often a warp waits: for `unroll` vectors per lane, or for one behind the last whole step."""
+        lanes_k = self.warps * 32 // _LANES_N
+        vectors = ceil_div(problem.k * problem.item_bytes, 32 * 16) if problem.layout == "nk" else ceil_div(problem.k, lanes_k)
+        return vectors // self.unroll + vectors % self.unroll
+
     def shared_bytes(self, problem: Problem) -> int:
         lanes_k = self.warps * 32 // _LANES_N
         return 0 if problem.layout == "nk" else lanes_k * 2 * self.tile_m * self.columns(problem) * 4
@@ -77,6 +83,8 @@ class FusedGemv(Variant):
             32 * config.warps,
             config.shared_bytes(problem),
             1,
+            config.steps(problem),
+            registers=16 * (config.tile_m + 1) + 8 * config.unroll,
         )
 
     def executable(self, config: FusedGemvConfig, problem: Problem, device: DeviceInfo) -> Executable:
