@@ -44,7 +44,7 @@ _HALF_LINES_COST, _QUARTER_LINES_COST = 1.25, 2.0
 _SHORTEST_WAVE = 0.67  # of a wave that fills the GPU
 _GEMV_IN_FLIGHT_BYTES = 16 << 10  # of one block, in registers
 _GEMV_SAVED_S = 0.7e-6  # there is no ring to fill, and no group's sums to wait for
-_GEMV_LATENCY_SHARE = 0.4  # of its steps' latency that other warps do not hide: between two steps a warp has nothing under way
+_GEMV_LATENCY_SHARE = 0.4  # of its steps' latency that other warps do not hide
 
 # kernels by wgmma
 _WGMMA_PRODUCTS_PER_CLOCK = 2048.0  # multiply-adds per SM

@@ -274,6 +274,22 @@ def test_the_model_knows_the_best_tiles_by_mma_as_they_were_measured(
     assert (best["warps_m"], best["warps_n"], best["tile_k"], best["num_stages"]) == (2, 2, 64, 3)
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "fastest"),
+    [(8960, 1536, "fused_gemv"), (14336, 4096, "fused_decode"), (18944, 3584, "fused_decode")],
+)
+def test_one_row_goes_to_the_fp32_units_where_k_is_short_as_it_was_measured(n: int, k: int, fastest: str) -> None:
+    device = replace(H200, clock_khz=1980000, bandwidth=4814304000000.0)
+    problem = Problem(1, n, k, "bfloat16", "nk")
+    some = [c for name in ("fused_gemv", "fused_decode") for c in VARIANTS[name].candidates(problem, device)]
+    ranked = heuristics.rank(some, problem, device)
+    assert ranked[0].variant.name == fastest
+    gemv = next(c for c in ranked if c.variant.name == "fused_gemv")
+    assert heuristics.predict(gemv, problem, device).total < 1.05 * heuristics.predict(ranked[0], problem, device).total
+    if fastest == "fused_gemv":  # whole steps of three vectors per lane
+        assert (gemv.config.warps, gemv.config.unroll) == (4, 3)
+
+
 def test_the_model_wants_two_blocks_of_mma_on_each_sm_and_warps_of_large_tiles() -> None:
     problem = Problem(4096, 8960, 1536, "float16")
     times = {

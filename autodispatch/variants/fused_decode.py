@@ -55,11 +55,7 @@ def _cluster_suits(config: FusedDecodeConfig, problem: Problem, device: DeviceIn
     if config.cluster_k == 1:
         return True
     blocks = config.blocks(problem) if config.cluster_k == 2 else 3 * config.blocks(problem) // 2
-    return (
-        problem.layout == "kn"
-        and device.compute_capability >= (9, 0)
-        and blocks <= device.sm_count
-    )
+    return problem.layout == "kn" and device.compute_capability >= (9, 0) and blocks <= device.sm_count
 
 
 class FusedDecode(Variant):

@@ -32,8 +32,8 @@ class FusedGemvConfig(Config):
 
     def steps(self, problem: Problem) -> int:
         """How often a warp waits: for `unroll` vectors per lane, or for one behind the last whole step."""
-        lanes_k = self.warps * 32 // _LANES_N
-        vectors = ceil_div(problem.k * problem.item_bytes, 32 * 16) if problem.layout == "nk" else ceil_div(problem.k, lanes_k)
+        depth = 32 * 16 // problem.item_bytes if problem.layout == "nk" else self.warps * 32 // _LANES_N
+        vectors = ceil_div(problem.k, depth)
         return vectors // self.unroll + vectors % self.unroll
 
     def shared_bytes(self, problem: Problem) -> int:
