@@ -111,8 +111,8 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
 
 
 def _predict_stream(work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float) -> Estimate:
-    """A kernel that streams the weights: by memory, unless its blocks are too few, too narrow or in an odd number of
-    waves, or the SM that has most of them cannot be fed or does not keep up."""
+    """A kernel that streams the weights: by memory, unless its blocks are too few, too narrow or, with a ring, in an odd
+    number of waves, or the SM that has most of them cannot be fed or does not keep up."""
     per_sm = ceil_div(work.blocks, device.sm_count)
     resident = min(per_sm, _blocks_per_sm(work, device))
     k = problem.k / work.sharers
@@ -127,7 +127,7 @@ def _predict_stream(work: Work, problem: Problem, device: DeviceInfo, clock: flo
         cost = _HALF_LINES_COST if 2 * work.row_bytes >= _LINE_BYTES else _QUARTER_LINES_COST
         memory, l2 = memory * cost, l2 * cost
     latency = ceil_div(per_sm, resident) * work.steps * _STEP_CYCLES / clock
-    if work.unit is Unit.GEMV:  # its blocks are so short that waves blur
+    if work.unit is Unit.GEMV:  # its blocks end at different times: no last wave is seen, and what a warp waits adds up
         return _estimate(LAUNCH_S - _GEMV_SAVED_S + _GEMV_LATENCY_SHARE * latency, arithmetic, l2, memory)
     if per_sm > resident:  # a last wave of few blocks cannot draw the whole bandwidth
         waves = work.blocks / (device.sm_count * resident)

@@ -114,7 +114,7 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("layout", ["kn", "nk"])
-@pytest.mark.parametrize(("name", "every"), [("fused_decode", 36), ("fused_mma", 12)])
+@pytest.mark.parametrize(("name", "every"), [("fused_decode", 35), ("fused_mma", 12)])
 def test_no_copy_is_an_instruction_that_hopper_refuses(name: str, every: int, layout: str, tmp_path: Path) -> None:
     problems = [Problem(m, 8960, 1536, "bfloat16", layout) for m in (8, 33, 128, 512)]
     if name == "fused_decode":  # which also copies rows that are not at multiples of 16 bytes

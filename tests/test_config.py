@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autodispatch import exchange, resources
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
+from autodispatch.records import MeasurementRecord
+from autodispatch.store import TuningStore
 from autodispatch.variants import VARIANTS, Registry
 from autodispatch.variants.fused_mma import FusedMmaConfig
 from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4, like
@@ -146,6 +149,44 @@ def test_tails_are_left_to_16_bit_elements_and_few_rounds() -> None:
     assert not tails(replace(problem, dtype="float32", precision="tf32"), H200)
     assert not tails(replace(problem, n=(9 * H200.sm_count + 4) * 64), H200)
     assert not tails(problem, like(T4, sm_count=H200.sm_count))
+
+
+@pytest.mark.parametrize("k", [8, 256, 896, 1000, 1536, 2048, 2880, 3584, 4096, 8192])
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_fused_gemv_counts_how_often_its_slowest_lanes_wait(layout: str, k: int) -> None:
+    """Beside the kernel's own loops, lane by lane: whole steps of a warp, then single vectors or rows; lanes of one warp
+    that part there wait for one another."""
+    problem = Problem(1, 256, k, "bfloat16", layout)
+    for candidate in VARIANTS["fused_gemv"].candidates(problem, H200):
+        config = vars(candidate.config)
+        unroll = config["unroll"]
+        lanes = 32 if layout == "nk" else 2 * config["warps"]
+        own, step = (8, 32 * 8) if layout == "nk" else (unroll, lanes * unroll)
+        whole, single = [], []
+        for lane in range(lanes):
+            depth = lane * own
+            steps = 0
+            while depth + ((unroll - 1) * step + 8 if layout == "nk" else unroll) <= k:
+                depth += unroll * step if layout == "nk" else step
+                steps += 1
+            whole.append(steps)
+            single.append(len(range(depth, k, step)) if layout == "nk" else max(0, min(unroll, k - depth)))
+        waits = max(whole) + max(single)
+        work = candidate.variant.work(candidate.config, problem)
+        assert waits - 1 <= work.steps <= waits + 1, candidate
+        assert work.steps == waits or k % step or k < step, candidate
+
+
+def test_the_registers_of_fused_gemv_are_about_those_that_were_recorded() -> None:
+    store = TuningStore()
+    for path in (resources.schema().parent / "seed").glob("*.jsonl"):
+        exchange.import_file(store, path)
+    found = [m for m in store.all_of(MeasurementRecord) if m.variant == "fused_gemv" and m.problem.dtype == "bfloat16"]
+    assert len(found) >= 4
+    for record in found:
+        variant = VARIANTS["fused_gemv"]
+        registers = variant.work(variant.space.parse(record.config), record.problem).registers
+        assert abs(registers - record.registers) <= 2, record
 
 
 def test_grids_that_cannot_be_launched_are_not_candidates() -> None:

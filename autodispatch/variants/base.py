@@ -58,9 +58,9 @@ class Work(NamedTuple):
     A block goes through k in `steps`, of `step_bytes` each, and reads the weights in contiguous pieces of `row_bytes`;
     0 steps and whole lines where nothing is known. `loaded_n` are the columns it reads, where these are more than
     tile_n; `stages` are those of its ring, and `sharers` the blocks that share a tile's k. Warps that have one product
-    each are `apart`, and trade. `registers` are those of a thread, where it is not its outputs that need most of them.
-    Where the blocks beyond whole rounds are cut into small ones, `blocks` counts them as if whole, and `tail` is the
-    share of a round that they take.
+    each are `apart`, and trade. `registers` of a thread, where known; else they are estimated from its outputs. Where
+    the blocks beyond whole rounds are cut into small ones, `blocks` counts them as if whole, and `tail` is the share
+    of a round that they take.
     """
 
     unit: Unit
