@@ -111,8 +111,8 @@ def predict(candidate: Candidate, problem: Problem, device: DeviceInfo) -> Estim
 
 
 def _predict_stream(work: Work, problem: Problem, device: DeviceInfo, clock: float, bandwidth: float) -> Estimate:
-    """A kernel that streams the weights: by memory, unless its blocks are too few, too narrow or, with a ring, in an odd
-    number of waves, or the SM that has most of them cannot be fed or does not keep up."""
+    """A kernel that streams the weights: by memory, unless its blocks are too few, too narrow or, with a ring, in an
+    odd number of waves, or the SM that has most of them cannot be fed or does not keep up."""
     per_sm = ceil_div(work.blocks, device.sm_count)
     resident = min(per_sm, _blocks_per_sm(work, device))
     k = problem.k / work.sharers

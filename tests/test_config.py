@@ -154,8 +154,8 @@ def test_tails_are_left_to_16_bit_elements_and_few_rounds() -> None:
 @pytest.mark.parametrize("k", [8, 256, 896, 1000, 1536, 2048, 2880, 3584, 4096, 8192])
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_fused_gemv_counts_how_often_its_slowest_lanes_wait(layout: str, k: int) -> None:
-    """Beside the kernel's own loops, lane by lane: whole steps of a warp, then single vectors or rows; lanes of one warp
-    that part there wait for one another."""
+    """Beside the kernel's own loops, lane by lane: whole steps of a warp, then single vectors or rows; lanes of one
+    warp that part there wait for one another."""
     problem = Problem(1, 256, k, "bfloat16", layout)
     for candidate in VARIANTS["fused_gemv"].candidates(problem, H200):
         config = vars(candidate.config)
