@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autodispatch import resources
 from autodispatch.device import DeviceInfo, cpu_device, environment
 from autodispatch.layers import Layers
 from autodispatch.problem import Problem
@@ -19,6 +20,7 @@ from tests.fakes import H200
 
 CPU = cpu_device()
 PROBLEM = Problem(8, 16, 32, "float32")
+SEEDS = resources.seeds()  # as shipped: within a test there are none
 
 
 def begin(store: TuningStore, session: str = "s1", host: str = "h", device: DeviceInfo = CPU) -> None:

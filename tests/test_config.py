@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autodispatch import exchange, resources
+from autodispatch import exchange
 from autodispatch.device import DeviceInfo
 from autodispatch.problem import Problem
 from autodispatch.records import MeasurementRecord
@@ -15,6 +15,7 @@ from autodispatch.store import TuningStore
 from autodispatch.variants import VARIANTS, Registry
 from autodispatch.variants.fused_mma import FusedMmaConfig
 from tests.fakes import A100, GPUS, H200, KIB, RTX3090, T4, like
+from tests.stored import SEEDS
 
 REGISTRY = Registry()
 PROBLEMS = [
@@ -159,27 +160,26 @@ def test_fused_gemv_counts_how_often_its_slowest_lanes_wait(layout: str, k: int)
     problem = Problem(1, 256, k, "bfloat16", layout)
     for candidate in VARIANTS["fused_gemv"].candidates(problem, H200):
         config = vars(candidate.config)
-        unroll = config["unroll"]
-        lanes = 32 if layout == "nk" else 2 * config["warps"]
-        own, step = (8, 32 * 8) if layout == "nk" else (unroll, lanes * unroll)
-        whole, single = [], []
+        unroll, lanes = config["unroll"], 32 if layout == "nk" else 2 * config["warps"]
+        if layout == "nk":  # vectors of 8, a warp's width apart
+            own, needed, advance, single, most = 8, (unroll - 1) * 256 + 8, unroll * 256, 256, k
+        else:  # rows, `unroll` of each lane next to one another
+            own, needed, advance, single, most = unroll, unroll, lanes * unroll, 1, unroll
+        whole, singles = [], []
         for lane in range(lanes):
-            depth = lane * own
-            steps = 0
-            while depth + ((unroll - 1) * step + 8 if layout == "nk" else unroll) <= k:
-                depth += unroll * step if layout == "nk" else step
-                steps += 1
-            whole.append(steps)
-            single.append(len(range(depth, k, step)) if layout == "nk" else max(0, min(unroll, k - depth)))
-        waits = max(whole) + max(single)
-        work = candidate.variant.work(candidate.config, problem)
-        assert waits - 1 <= work.steps <= waits + 1, candidate
-        assert work.steps == waits or k % step or k < step, candidate
+            starts = [d for d in range(lane * own, k, advance) if d + needed <= k]
+            left = lane * own + len(starts) * advance
+            whole.append(len(starts))
+            singles.append(len(range(left, min(k, left + most), single)))
+        waits = max(whole) + max(singles)
+        steps = candidate.variant.work(candidate.config, problem).steps
+        assert waits - 1 <= steps <= waits + 1, candidate
+        assert steps == waits or k % (256 if layout == "nk" else advance), candidate
 
 
 def test_the_registers_of_fused_gemv_are_about_those_that_were_recorded() -> None:
     store = TuningStore()
-    for path in (resources.schema().parent / "seed").glob("*.jsonl"):
+    for path in SEEDS:
         exchange.import_file(store, path)
     found = [m for m in store.all_of(MeasurementRecord) if m.variant == "fused_gemv" and m.problem.dtype == "bfloat16"]
     assert len(found) >= 4

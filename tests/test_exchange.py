@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autodispatch import exchange, resources
+from autodispatch import exchange
 from autodispatch.errors import StoreError
 from autodispatch.problem import Problem
 from autodispatch.records import DecisionRecord, DeviceRecord, MeasurementRecord, SessionRecord, content_hash
 from autodispatch.store import TABLES, TuningStore
 from autodispatch.variants import VARIANTS
-from tests.stored import CPU, PROBLEM, begin, decision, filled, measurement
+from tests.stored import CPU, PROBLEM, SEEDS, begin, decision, filled, measurement
 
 KINDS = (MeasurementRecord, DecisionRecord, SessionRecord)
 
@@ -382,9 +382,6 @@ def test_a_hostile_database_gives_nothing_but_rejections(tmp_path: Path) -> None
     report = exchange.import_file(target, path)
     assert target.counts()["measurements"] == 0
     assert any("code" in r for r in report.rejected)
-
-
-SEEDS = sorted((resources.schema().parent / "seed").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("path", SEEDS, ids=lambda p: p.stem)

@@ -279,7 +279,7 @@ def test_the_model_knows_the_best_tiles_by_mma_as_they_were_measured(
     [(8960, 1536, "fused_gemv"), (14336, 4096, "fused_decode"), (18944, 3584, "fused_decode")],
 )
 def test_one_row_goes_to_the_fp32_units_where_k_is_short_as_it_was_measured(n: int, k: int, fastest: str) -> None:
-    device = replace(H200, clock_khz=1980000, bandwidth=4814304000000.0)
+    device = like(H200, clock_khz=1980000, bandwidth=4814304000000.0)
     problem = Problem(1, n, k, "bfloat16", "nk")
     some = [c for name in ("fused_gemv", "fused_decode") for c in VARIANTS[name].candidates(problem, device)]
     ranked = heuristics.rank(some, problem, device)

@@ -23,6 +23,11 @@ class FusedGemvConfig(Config):
     warps: int
     unroll: int
 
+    @property
+    def lanes_k(self) -> int:
+        """Of a block, for kn: that share k."""
+        return self.warps * 32 // _LANES_N
+
     def columns(self, problem: Problem) -> int:
         """Of one block."""
         return self.warps if problem.layout == "nk" else _LANES_N * 16 // problem.item_bytes
@@ -33,7 +38,7 @@ class FusedGemvConfig(Config):
     def steps(self, problem: Problem) -> int:
         """How often a warp waits: for `unroll` vectors per lane, and for single ones at the end of k."""
         if problem.layout == "kn":
-            return ceil_div(problem.k, self.warps * 32 // _LANES_N * self.unroll) + problem.k % self.unroll
+            return ceil_div(problem.k, self.lanes_k * self.unroll) + problem.k % self.unroll
         depth = 32 * 16 // problem.item_bytes  # of one vector per lane
         whole, rest = divmod(problem.k, self.unroll * depth)
         return whole + ceil_div(rest, depth)
@@ -44,8 +49,7 @@ class FusedGemvConfig(Config):
         return rows + 8 * self.unroll
 
     def shared_bytes(self, problem: Problem) -> int:
-        lanes_k = self.warps * 32 // _LANES_N
-        return 0 if problem.layout == "nk" else lanes_k * 2 * self.tile_m * self.columns(problem) * 4
+        return 0 if problem.layout == "nk" else self.lanes_k * 2 * self.tile_m * self.columns(problem) * 4
 
 
 class FusedGemv(Variant):
